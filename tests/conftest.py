@@ -1,0 +1,65 @@
+"""What every test shares: where kernels run, hypothesis' profiles, one thread."""
+
+from __future__ import annotations
+
+import os
+
+# Read when NumPy and torch start: sums must not depend on how many cores a machine has, and
+# pytest-xdist already fills the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# On CI every run tries the same examples; elsewhere each run tries new ones. No deadline in either:
+# the Triton interpreter is slow, and a shared machine slower.
+settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("dev", deadline=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def _choose_device() -> str:
+    """Where the kernels run: "cuda", or "cpu" for the Triton interpreter.
+
+    FP8LAB_TEST_DEVICE=gpu or =interpreter chooses; otherwise a GPU is used where there is one.
+    """
+    choice = os.environ.get("FP8LAB_TEST_DEVICE", "")
+    if choice not in ("", "gpu", "interpreter"):
+        raise pytest.UsageError(f"FP8LAB_TEST_DEVICE={choice!r}; accepted: gpu, interpreter")
+    if choice == "gpu" and not torch.cuda.is_available():
+        raise pytest.UsageError("FP8LAB_TEST_DEVICE=gpu, but torch finds no CUDA device")
+    if choice == "interpreter" or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda"
+
+
+DEVICE = _choose_device()
+
+# Triton reads it at @triton.jit, so it is set before any test imports a kernel. Processes that a
+# test starts inherit it.
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+else:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The torch device that kernels run on: "cuda", or "cpu" under the Triton interpreter."""
+    return DEVICE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where kernels do not run on one."""
+    if DEVICE == "cuda":
+        return
+    if torch.cuda.is_available():
+        reason = "needs a CUDA device; FP8LAB_TEST_DEVICE=interpreter"
+    else:
+        reason = "needs a CUDA device; torch finds none"
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
