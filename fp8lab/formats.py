@@ -1,0 +1,183 @@
+"""The 8-bit floating-point formats and the rules for what does not fit, as frozen data.
+
+Every other part of the lab reads its numbers from here: the oracle and the kernels share these
+declarations and no arithmetic. Derived values (largest finite, smallest normal, ...) are derived,
+never typed in.
+
+Sources: the OCP 8-bit Floating Point Specification (OFP8) for E4M3 and E5M2; the OCP Microscaling
+Formats (MX) specification for E8M0; Noune et al., "8-bit Numerical Formats for Deep Neural
+Networks" (2022), for the FNUZ forms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+NanEncoding = Literal["ieee", "all_ones", "negative_zero"]
+
+
+@dataclass(frozen=True)
+class Float8Format:
+    """One 8-bit floating-point format.
+
+    Attributes:
+        name: The name used on command lines, in recipes and in reports.
+        exponent_bits: Width of the exponent field.
+        mantissa_bits: Width of the stored mantissa field (the hidden bit is not counted).
+        bias: A normal number with exponent field e is
+            2**(e - bias) * (1 + mantissa / 2**mantissa_bits).
+        signed: Whether bit 7 is a sign. E8M0 has none.
+        has_subnormals: Whether exponent field 0 holds zero and the subnormals. E8M0 has neither.
+        nan: Where NaN lives. "ieee": exponent all ones, mantissa not zero, as in IEEE 754;
+            "all_ones": only the code whose exponent and mantissa are all ones;
+            "negative_zero": only the code that would be -0 (so there is no -0).
+        has_infinity: Whether exponent all ones with mantissa zero is an infinity.
+        dtype_name: The name of the ml_dtypes scalar type that stores the codes.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    nan: NanEncoding
+    has_infinity: bool
+    dtype_name: str
+    signed: bool = True
+    has_subnormals: bool = True
+
+    @property
+    def max_code(self) -> int:
+        """The code of the largest finite value (sign bit clear)."""
+        top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+        if self.nan == "ieee":
+            return top - (1 << self.mantissa_bits)
+        return top - 1 if self.nan == "all_ones" else top
+
+    @property
+    def max_finite(self) -> float:
+        """The largest finite value: 448 for E4M3, 57344 for E5M2."""
+        return self.value_of_magnitude(self.max_code)
+
+    @property
+    def min_exponent(self) -> int:
+        """The exponent of the smallest normal value."""
+        return (1 if self.has_subnormals else 0) - self.bias
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive normal value."""
+        return 2.0**self.min_exponent
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest positive value (the smallest normal one where there are no subnormals)."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def nan_code(self) -> int:
+        """The canonical NaN: 0x7F in E4M3 and E5M2, 0x80 in the FNUZ forms, 0xFF in E8M0."""
+        if self.nan == "negative_zero":
+            return 0x80
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+
+    @property
+    def infinity_code(self) -> int | None:
+        """The code of +Inf, or None where the format has no infinity."""
+        return self.max_code + 1 if self.has_infinity else None
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether 0x80 is -0. In the FNUZ forms it is NaN; E8M0 has no sign."""
+        return self.signed and self.nan != "negative_zero"
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """The ml_dtypes type that stores the codes, one byte each."""
+        dtype: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, self.dtype_name))
+        return dtype
+
+    def value_of_magnitude(self, magnitude: int) -> float:
+        """The value of a finite code without its sign bit, exact in a Python float.
+
+        Args:
+            magnitude: The exponent and mantissa fields as one integer, 0 to `max_code`.
+        """
+        field, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
+        if field == 0 and self.has_subnormals:
+            return float(mantissa * 2.0 ** (self.min_exponent - self.mantissa_bits))
+        return float((1 + mantissa / (1 << self.mantissa_bits)) * 2.0 ** (field - self.bias))
+
+
+E4M3 = Float8Format("E4M3", 4, 3, 7, "all_ones", False, "float8_e4m3fn")
+E5M2 = Float8Format("E5M2", 5, 2, 15, "ieee", True, "float8_e5m2")
+E4M3FNUZ = Float8Format("E4M3FNUZ", 4, 3, 8, "negative_zero", False, "float8_e4m3fnuz")
+E5M2FNUZ = Float8Format("E5M2FNUZ", 5, 2, 16, "negative_zero", False, "float8_e5m2fnuz")
+E8M0 = Float8Format(
+    "E8M0", 8, 0, 127, "all_ones", False, "float8_e8m0fnu", signed=False, has_subnormals=False
+)
+
+FORMATS: dict[str, Float8Format] = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0)}
+
+
+def format_named(name: str) -> Float8Format:
+    """The format of that name, or a ValueError that lists the names there are."""
+    try:
+        return FORMATS[name]
+    except (KeyError, TypeError):
+        accepted = ", ".join(FORMATS)
+        raise ValueError(f"unknown format {name!r}; accepted: {accepted}") from None
+
+
+@dataclass(frozen=True)
+class OverflowPolicy:
+    """What a cast yields for what has no finite code. Four separate, named choices.
+
+    Attributes:
+        name: The preset's name.
+        finite: A finite value that rounds past the largest finite one: "max_finite" keeps the sign
+            and saturates; "infinity_or_nan" gives Inf where the format has one, else NaN.
+        infinity: The same choice for an infinite input.
+        nan_code: "canonical" gives the format's `nan_code`; "quiet" gives the code whose mantissa
+            has only its top bit set (ml_dtypes' E5M2 NaN, 0x7E). They differ in E5M2 alone.
+        nan_sign: "positive" drops the sign of a NaN, "kept" keeps it where the format has room.
+    """
+
+    name: str
+    finite: Literal["max_finite", "infinity_or_nan"]
+    infinity: Literal["max_finite", "infinity_or_nan"]
+    nan_code: Literal["canonical", "quiet"]
+    nan_sign: Literal["positive", "kept"]
+
+
+_PTX_SATFINITE = OverflowPolicy(
+    "ptx_satfinite", "max_finite", "max_finite", "canonical", "positive"
+)
+_ML_DTYPES = OverflowPolicy("ml_dtypes", "infinity_or_nan", "infinity_or_nan", "quiet", "kept")
+
+OVERFLOW_POLICIES: dict[str, OverflowPolicy] = {
+    "saturate": _PTX_SATFINITE,
+    "ieee": _ML_DTYPES,
+    "ptx_satfinite": _PTX_SATFINITE,
+    "ml_dtypes": _ML_DTYPES,
+}
+
+
+def overflow_policy(overflow: str | OverflowPolicy) -> OverflowPolicy:
+    """The policy of that name (a policy is returned as it is).
+
+    Raises:
+        ValueError: The name is unknown; the message lists what is accepted.
+    """
+    if isinstance(overflow, OverflowPolicy):
+        return overflow
+    try:
+        return OVERFLOW_POLICIES[overflow]
+    except (KeyError, TypeError):
+        accepted = ", ".join(OVERFLOW_POLICIES)
+        raise ValueError(
+            f"unknown overflow policy {overflow!r}; accepted: {accepted}, or an OverflowPolicy"
+        ) from None

@@ -1,0 +1,125 @@
+"""Recipes: round trips, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from fp8lab.recipes import (
+    PRESETS,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    NoScaling,
+    Operand,
+    Recipe,
+    RecipeError,
+    StaticScaling,
+    recipe_from_dict,
+    recipe_from_json,
+    recipe_from_toml,
+    recipe_named,
+)
+
+SCALINGS = st.one_of(
+    st.just(NoScaling()),
+    st.builds(StaticScaling, st.floats(2.0**-126, 2.0**127)),
+    st.builds(CurrentScaling, st.integers(0, 64), st.booleans()),
+    st.builds(
+        DelayedScaling,
+        st.integers(1, 65536),
+        st.integers(0, 64),
+        st.sampled_from(["max", "most_recent"]),
+        st.booleans(),
+    ),
+    st.builds(BlockScaling, st.integers(1, 65536), st.booleans()),
+)
+OPERANDS = st.builds(Operand, st.sampled_from(["E4M3", "E5M2"]), SCALINGS)
+# Surrogates are no characters: neither JSON nor TOML can carry one.
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+RECIPES = st.builds(Recipe, NAMES, OPERANDS, OPERANDS, OPERANDS)
+
+
+@given(RECIPES)
+def test_round_trips(recipe: Recipe) -> None:
+    assert recipe_from_json(recipe.to_json()) == recipe
+    assert recipe_from_toml(recipe.to_toml()) == recipe
+    assert recipe_from_dict(recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_named_as_they_are_asked_for(name: str) -> None:
+    assert recipe_named(name).name == name
+
+
+def test_settings_of_a_policy_reach_all_operands_or_one() -> None:
+    recipe = recipe_named("delayed:history=64:margin=1:weight.algorithm=most_recent")
+    assert recipe.input.scaling == DelayedScaling(64, 1)
+    assert recipe.weight.scaling == DelayedScaling(64, 1, "most_recent")
+    assert recipe.grad_output == Operand("E5M2", DelayedScaling(64, 1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fp4", "unknown policy 'fp4'; accepted: bf16, static, current, delayed, blockwise"),
+        ("delayed:margin=-1", "margin is -1; accepted: an integer, 0 to 64"),
+        ("delayed:margin=1.5", "margin is 1.5; accepted: an integer, 0 to 64"),
+        ("delayed:history=0", "history is 0; accepted: an integer, 1 to 65536"),
+        ("delayed:history=true", "history is True; accepted: an integer"),
+        ("delayed:algorithm=mean", "algorithm is 'mean'; accepted: max, most_recent"),
+        ("delayed:size=3", "unknown key 'size'; accepted: history, margin, algorithm"),
+        ("static:scale=0", "scale is 0; accepted: a number from 2**-126 to 2**127"),
+        ("static:scale=nan", "scale is 'nan'; accepted: a number"),
+        ("static:scale=1e60", "scale is 1e+60; accepted: a number"),
+        ("blockwise:length=0", "length is 0; accepted: an integer, 1 to 65536"),
+        ("current:power_of_two=1", "power_of_two is 1; accepted: true, false"),
+        ("bf16:scale=1", "unknown key 'scale'; accepted: none (it has no settings)"),
+        ("static:output.scale=1", "unknown operand 'output'; accepted: input, weight, grad_output"),
+        ("static:scale", "setting 'scale' of policy 'static' must be KEY=VALUE"),
+        ("", "unknown policy ''; accepted: bf16"),
+    ],
+)
+def test_an_impossible_policy_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        recipe_named(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": 1}, "unknown key 'extra'; accepted: name, input, weight, grad_output"),
+        ({"input": None}, "input is None; accepted: a table"),
+        ({"input": {"fmt": "E4M3"}}, "unknown key 'fmt'; accepted: format, scaling"),
+        ({"input": {"format": "E4M4"}}, "scaling is None; accepted: a table"),
+        (
+            {"input": {"format": "E4M4", "scaling": {"kind": "none"}}},
+            "unknown format 'E4M4'; accepted: E4M3",
+        ),
+        ({"input": {"format": "E8M0", "scaling": {"kind": "none"}}}, "holds scales, not values"),
+        (
+            {"input": {"scaling": {"kind": "fixed"}}},
+            "kind is 'fixed'; accepted: none, static, current, delayed, block",
+        ),
+        ({"name": ""}, "name is ''; accepted: a text that is not empty"),
+    ],
+)
+def test_an_impossible_recipe_is_refused(change: dict[str, object], message: str) -> None:
+    data = recipe_named("delayed").to_dict() | change
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        recipe_from_json(json.dumps(data))
+
+
+def test_what_is_missing_and_what_is_not_even_text() -> None:
+    with pytest.raises(RecipeError, match="missing input, weight, grad_output"):
+        recipe_from_toml('name = "x"')
+    with pytest.raises(RecipeError, match="recipe is not TOML"):
+        recipe_from_toml("name = ")
+    with pytest.raises(RecipeError, match="recipe is not JSON"):
+        recipe_from_json("{")
+    with pytest.raises(RecipeError, match=r"recipe is \[\]; accepted: a table"):
+        recipe_from_json("[]")
