@@ -1,0 +1,1 @@
+"""Experiments: one file a question, each a function that the command line calls."""

@@ -1,0 +1,142 @@
+"""One figure of a sweep, drawn from its rows alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+from fp8lab.errors import UserError
+from fp8lab.experiments.sweep import collect_rows
+from fp8lab.records import Row, number, read_rows, to_json, write_atomically
+
+# Okabe and Ito's colours: told apart by colour-blind readers too. BF16 is black.
+COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
+WATCHED = "blocks.0.down.grad_output"
+SHOWN_AT_LEAST = 1e-7  # a share of 0 has no place on a logarithmic axis
+
+Curve = dict[int, list[float]]  # step -> one value a seed
+
+
+def draw(source: Path, figure: Path) -> Path:
+    """Draw the figure of a sweep's folder or of a file of its rows.
+
+    Beside the figure go the rows it was drawn from: same name, `.jsonl`.
+
+    Args:
+        source: A sweep's folder, or the `.jsonl` that lies beside a figure.
+        figure: Where the picture goes; its suffix (.png, .pdf, .svg) says what it becomes.
+
+    Returns:
+        The path of the rows.
+
+    Raises:
+        UserError: No rows there, or a suffix that matplotlib does not know.
+    """
+    rows = collect_rows(source) if source.is_dir() else read_rows(source)
+    if not rows or "sweep" not in rows[0]:
+        raise UserError(
+            f"{source} holds no sweep's rows (its first row must say what the sweep is)"
+        )
+    identity, metrics = rows[0]["sweep"], rows[1:]
+    if not metrics:
+        raise UserError(f"no run of {source} is finished; there is nothing to draw yet")
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    _draw(identity, metrics, figure)
+    beside = figure.with_suffix(".jsonl")
+    if beside.resolve() != source.resolve():
+        write_atomically(beside, "".join(to_json(row) + "\n" for row in rows))
+    return beside
+
+
+def _draw(identity: dict[str, Any], rows: list[Row], figure: Path) -> None:
+    policies = [p for p in identity["policies"] if any(row["policy"] == p for row in rows)]
+    picture, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    panels: list[tuple[Axes, str, Callable[[Row], float | None], bool]] = [
+        (axes[0, 0], "training loss (nats a byte)", lambda row: number(row["loss"]), False),
+        (axes[0, 1], "validation loss (nats a byte)", _validation, False),
+        (axes[0, 2], "overflow: share of elements clipped", _share("overflow"), True),
+        (axes[1, 0], f"amax of {WATCHED}", _watched("amax"), True),
+        (axes[1, 1], f"scale of {WATCHED}", _watched("scale"), True),
+        (axes[1, 2], "underflow: share of non-zeros lost", _share("underflow"), True),
+    ]
+    for axis, title, value, logarithmic in panels:
+        for place, policy in enumerate(policies):
+            chosen = [row for row in rows if row["policy"] == policy]
+            _band(axis, _curve(chosen, value), COLOURS[place % len(COLOURS)], policy)
+        if logarithmic:
+            axis.set_yscale("log")
+        axis.set_title(title, fontsize=11)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.25)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=11)
+    seeds = identity["seeds"]
+    picture.suptitle(
+        f"Scaling policies on {identity['corpus']['name']}: mean over {seeds} seeds, bands from the"
+        " smallest to the largest",
+        fontsize=13,
+    )
+    try:
+        # Without the date and the version that matplotlib writes, the same rows give the same file.
+        picture.savefig(figure, dpi=110, metadata={"Software": None} if _is_png(figure) else None)
+    except ValueError as error:
+        raise UserError(f"cannot draw {figure}: {error}") from None
+    finally:
+        plt.close(picture)
+
+
+def _is_png(figure: Path) -> bool:
+    return figure.suffix.lower() == ".png"
+
+
+def _curve(rows: list[Row], value: Callable[[Row], float | None]) -> Curve:
+    curve: Curve = defaultdict(list)
+    for row in rows:
+        found = value(row)
+        if found is not None and np.isfinite(found):
+            curve[row["step"]].append(found)
+    return curve
+
+
+def _band(axis: Axes, curve: Curve, colour: str, label: str) -> None:
+    steps = sorted(curve)
+    means = [float(np.mean(curve[step])) for step in steps]
+    axis.plot(steps, means, color=colour, label=label, linewidth=1.6)
+    low = [min(curve[step]) for step in steps]
+    high = [max(curve[step]) for step in steps]
+    axis.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _validation(row: Row) -> float | None:
+    return number(row["validation_loss"]) if "validation_loss" in row else None
+
+
+def _share(key: str) -> Callable[[Row], float | None]:
+    """The mean over all casts of a share, at least `SHOWN_AT_LEAST`."""
+
+    def value(row: Row) -> float | None:
+        casts = row.get("casts")
+        if not casts:
+            return None
+        mean = float(np.mean([number(cast[key]) for cast in casts.values()]))
+        return max(mean, SHOWN_AT_LEAST)
+
+    return value
+
+
+def _watched(key: str) -> Callable[[Row], float | None]:
+    def value(row: Row) -> float | None:
+        cast = row.get("casts", {}).get(WATCHED)
+        return number(cast[key]) if cast else None
+
+    return value

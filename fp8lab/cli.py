@@ -1,0 +1,299 @@
+"""The command line: `fp8lab sweep | train | plot | info`.
+
+A user's mistake ends in one line and exit code 2. Ctrl-C ends with 130 and says how to go on. Heavy
+modules are imported by the command that needs them, so that `--help` and a mistake are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8lab import __version__
+from fp8lab.errors import UserError
+from fp8lab.formats import FORMATS
+from fp8lab.recipes import PRESETS, Recipe, recipe_from_json, recipe_from_toml, recipe_named
+
+if TYPE_CHECKING:
+    from fp8lab.training import TrainingConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code."""
+    parser = build_parser()
+    given = parser.parse_args(arguments)
+    try:
+        code: int = given.run(given)
+    except UserError as error:
+        print(f"fp8lab {given.command}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "fp8lab":
+            raise
+        print(
+            f"fp8lab {given.command}: {error.name} is not installed; install"
+            ' "fp8lab[kernels,experiments]"',
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nfp8lab {given.command}: interrupted. {given.after_interrupt}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `fp8lab info | head -1`
+        sys.stderr.close()
+        return 141
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="fp8lab", description="A laboratory for FP8 training.")
+    parser.add_argument("--version", action="version", version=f"fp8lab {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_sweep(commands)
+    _add_train(commands)
+    _add_plot(commands)
+    info = commands.add_parser("info", help="versions, devices and formats")
+    info.set_defaults(run=_info, after_interrupt="")
+    return parser
+
+
+def _add_sweep(commands: Any) -> None:
+    sweep = commands.add_parser(
+        "sweep",
+        help="train with each scaling policy and compare",
+        description="Train with each policy and seed, print a table and draw a figure. A sweep that"
+        " was interrupted goes on where it stopped when the same command is given again.",
+    )
+    sweep.add_argument(
+        "--policies",
+        metavar="A,B",
+        help=f"policies, separated by commas: {', '.join(PRESETS)}, with settings after colons as"
+        " in delayed:history=64:margin=1 (default: all presets and a static scale that fits)",
+    )
+    sweep.add_argument("--seeds", type=int, metavar="N", help="seeds a policy (default 3)")
+    _add_training_options(sweep)
+    sweep.add_argument(
+        "--jobs", type=int, default=-1, metavar="N", help="runs at a time (-1: cores)"
+    )
+    sweep.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/sweep"),
+        metavar="FOLDER",
+        help="(default runs/sweep)",
+    )
+    sweep.add_argument(
+        "--figure",
+        type=Path,
+        default=Path("figures/sweep.png"),
+        metavar="FILE",
+        help="the figure; its rows go beside it (default figures/sweep.png)",
+    )
+    sweep.set_defaults(
+        run=_sweep, after_interrupt="Finished runs are kept; give the same command to go on."
+    )
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train", help="train one model", description="Train the small transformer with one recipe."
+    )
+    train.add_argument(
+        "--recipe",
+        default="delayed",
+        metavar="NAME|FILE",
+        help=f"{', '.join(PRESETS)} (settings after colons), or a .json or .toml file"
+        " (default delayed)",
+    )
+    train.add_argument("--seed", type=int, default=0, metavar="S", help="(default 0)")
+    _add_training_options(train)
+    train.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train"),
+        metavar="FOLDER",
+        help="(default runs/train)",
+    )
+    train.set_defaults(run=_train, after_interrupt="The rows so far are in metrics.jsonl.")
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default 200)")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where it runs (default cpu)"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="train on this text instead of the plays"
+    )
+    parser.add_argument("--context", type=int, metavar="N", help="bytes a sequence (default 64)")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step (default 16)")
+    parser.add_argument("--width", type=int, metavar="N", help="width of the model (default 128)")
+    parser.add_argument("--layers", type=int, metavar="N", help="blocks of the model (default 2)")
+
+
+def _add_plot(commands: Any) -> None:
+    plot = commands.add_parser(
+        "plot", help="draw a sweep's figure again", description="Draw a figure from rows alone."
+    )
+    plot.add_argument(
+        "runs", type=Path, metavar="RUNS", help="a sweep's folder, or a .jsonl of rows"
+    )
+    plot.add_argument("--figure", type=Path, metavar="FILE", help="(default: beside the rows)")
+    plot.set_defaults(run=_plot, after_interrupt="")
+
+
+def _training_config(given: argparse.Namespace, recipe: Recipe, seed: int) -> TrainingConfig:
+    from fp8lab.models import TransformerConfig
+    from fp8lab.training import TrainingConfig
+
+    sizes = _given(given, ("context", "width", "layers"))
+    settings = _given(given, ("steps", "batch", "device"))
+    model = replace(TransformerConfig(), **sizes)
+    return TrainingConfig(recipe, seed=seed, model=model, **settings)
+
+
+def _given(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(given, name)) is not None}
+
+
+def _sweep(given: argparse.Namespace) -> int:
+    from fp8lab.experiments.sweep import DEFAULT_POLICIES, SweepConfig, run_sweep
+
+    policies = DEFAULT_POLICIES
+    if given.policies is not None:
+        policies = tuple(part.strip() for part in given.policies.split(",") if part.strip())
+    training = _training_config(given, recipe_named("bf16"), 0)
+    config = SweepConfig(policies, **_given(given, ("seeds", "text")), training=training)
+    summary = run_sweep(config, given.out, jobs=given.jobs)
+    print(_table(summary))
+    if not summary["policies"]:
+        print(f"fp8lab sweep: every run failed; see {given.out / 'failed'}", file=sys.stderr)
+        return 1
+
+    from fp8lab.experiments.plot import draw
+
+    rows = draw(given.out, given.figure)
+    print(f"\nfigure: {given.figure}\nits rows: {rows}\nruns: {given.out}")
+    if summary["failed"]:
+        print(
+            f"fp8lab sweep: failed: {', '.join(summary['failed'])}; see {given.out / 'failed'}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _table(summary: dict[str, Any]) -> str:
+    head: tuple[str, ...] = ("policy", "final loss", "seed spread", "above BF16", "in BF16 spreads")
+    head += ("overflow", "underflow", "diverged")
+    lines = [head]
+    for policy, entry in summary["policies"].items():
+        above, spreads = entry["above_bf16"], entry["above_bf16_in_spreads"]
+        lines.append(
+            (
+                policy,
+                f"{entry['validation_loss']:.4f}",
+                f"{entry['seed_spread']:.4f}",
+                "-" if above is None else f"{above:+.4f}",
+                "-" if spreads is None else f"{spreads:+.1f}",
+                f"{entry['overflow']:.1e}",
+                f"{entry['underflow']:.1e}",
+                f"{entry['diverged']} of {len(entry['seeds'])}",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def _train(given: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from fp8lab.data import load_corpus
+    from fp8lab.records import RunRecorder
+    from fp8lab.training import check_device, summary_of, training_rows
+
+    config = _training_config(given, _recipe(given.recipe), given.seed)
+    check_device(config.device)
+    corpus = load_corpus(given.text)
+    corpus.check_context(config.model.context)
+    if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
+        raise UserError(f"{given.out} exists and is not empty; choose another --out, or remove it")
+    rows = []
+    described = {**config.to_dict(), "corpus": {"name": corpus.name, "sha256": corpus.sha256}}
+    with (
+        RunRecorder(given.out, described, config.device) as recorder,
+        tqdm(total=config.steps, unit="step", desc=config.recipe.name) as bar,
+    ):
+        for row in training_rows(config, corpus):
+            recorder.add(row)
+            rows.append(row)
+            bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
+            bar.update()
+        result = summary_of(rows)
+        recorder.finish(result)
+    print(f"validation loss {result['validation_loss']:.4f} nats a byte; rows in {given.out}")
+    return 0
+
+
+def _recipe(name: str) -> Recipe:
+    readers = {".json": recipe_from_json, ".toml": recipe_from_toml}
+    path = Path(name)
+    if path.suffix not in readers:
+        return recipe_named(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the recipe {name}: {reason}") from None
+    return readers[path.suffix](text, source=name)
+
+
+def _plot(given: argparse.Namespace) -> int:
+    from fp8lab.experiments.plot import draw
+
+    figure = given.figure
+    if figure is None:
+        figure = given.runs / "sweep.png" if given.runs.is_dir() else given.runs.with_suffix(".png")
+    rows = draw(given.runs, figure)
+    print(f"figure: {figure}\nits rows: {rows}")
+    return 0
+
+
+def _info(given: argparse.Namespace) -> int:
+    from fp8lab.records import environment
+
+    device = "cpu"
+    try:
+        torch = importlib.import_module("torch")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    except ModuleNotFoundError:
+        pass
+    found = environment(device)
+    packages = found.pop("packages")
+    for key, value in (*found.items(), *packages.items()):
+        print(f"{key:<12} {json.dumps(value) if isinstance(value, dict) else value or 'not there'}")
+    print(
+        f"\n{'format':<10} {'bits':<6} {'bias':>4} {'largest':>12} {'normal':>12} {'smallest':>12}"
+        f" {'NaN':>5} {'Inf':>5}"
+    )
+    for fmt in FORMATS.values():
+        infinity = "-" if fmt.infinity_code is None else f"0x{fmt.infinity_code:02X}"
+        bits = f"{int(fmt.signed)}.{fmt.exponent_bits}.{fmt.mantissa_bits}"
+        print(
+            f"{fmt.name:<10} {bits:<6} {fmt.bias:>4} {fmt.max_finite:>12.6g}"
+            f" {fmt.min_normal:>12.6g} {fmt.min_subnormal:>12.6g} {fmt.nan_code:>#5x} {infinity:>5}"
+        )
+    return 0

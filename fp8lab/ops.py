@@ -1,0 +1,158 @@
+"""The FP8 operations on torch tensors: the oracle for the CPU, the Triton kernels for a GPU.
+
+Where a tensor lives decides, and nothing else: both give the same bits. Names and argument order
+are those of `fp8lab.emulation`; a trailing underscore marks what changes its arguments in place.
+
+Scales are computed by the oracle on either device: they are a few numbers a tensor, and so there is
+one arithmetic for them. On a GPU that costs a wait for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8lab.bridge import to_numpy, to_torch
+from fp8lab.emulation import adamw, casting, scaling
+from fp8lab.formats import Float8Format
+
+
+def quantize(
+    x: Tensor,
+    fmt: Float8Format,
+    *,
+    scale: Tensor | None = None,
+    overflow: str = "saturate",
+    amax_out: Tensor | None = None,
+) -> Tensor:
+    """Cast to FP8 codes; see `fp8lab.emulation.casting.quantize`.
+
+    Args:
+        x: float32, bfloat16 or float16, contiguous.
+        fmt: E4M3 or E5M2.
+        scale: One float32 element on x's device, finite and above zero.
+        overflow: A policy's name.
+        amax_out: One float32 element on x's device; becomes the larger bit pattern of itself and
+            x's amax, as `fp8lab.emulation.scaling.record_amax` merges them.
+    """
+    if x.is_cuda:
+        from fp8lab.kernels.casting import quantize as kernel
+
+        codes: Tensor = kernel(x, fmt, scale=scale, overflow=overflow, amax_out=amax_out)
+        return codes
+    factor = None if scale is None else to_numpy(scale)
+    codes = to_torch(casting.quantize(to_numpy(x), fmt, scale=factor, overflow=overflow))
+    if amax_out is not None:
+        words = amax_out.view(torch.int32)
+        words.copy_(torch.maximum(words, amax(x).view(torch.int32)))
+    return codes
+
+
+def dequantize(codes: Tensor, *, inverse_scale: Tensor | None = None) -> Tensor:
+    """Decode to float32; see `fp8lab.emulation.casting.dequantize`. inverse_scale: one element."""
+    if codes.is_cuda:
+        from fp8lab.kernels.casting import dequantize as kernel
+
+        values: Tensor = kernel(codes, inverse_scale=inverse_scale)
+        return values
+    factor = None if inverse_scale is None else to_numpy(inverse_scale)
+    return to_torch(casting.dequantize(to_numpy(codes), inverse_scale=factor))
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude, a 0-d float32 tensor on x's device; NaN and Inf when present."""
+    if x.is_cuda:
+        return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    return to_torch(scaling.amax(to_numpy(x)))
+
+
+def scale_from_amax(
+    amax: Tensor, fmt: Float8Format, *, margin: int = 0, power_of_two: bool = False
+) -> Tensor:
+    """Current scaling's scale; see `fp8lab.emulation.scaling.scale_from_amax` (previous is 1)."""
+    scale = scaling.scale_from_amax(to_numpy(amax), fmt, margin=margin, power_of_two=power_of_two)
+    return to_torch(scale, device=amax.device)
+
+
+def quantize_blocks(
+    x: Tensor, fmt: Float8Format, *, block: tuple[int, int], power_of_two: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Codes and inverse scales of a matrix; see `fp8lab.emulation.scaling.quantize_blocks`."""
+    if not x.is_cuda:
+        codes, inverse = scaling.quantize_blocks(
+            to_numpy(x), fmt, block=block, power_of_two=power_of_two
+        )
+        return to_torch(codes), to_torch(inverse)
+    rows, columns = block
+    down, across = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
+    padded = torch.nn.functional.pad(
+        x.abs(), (0, across * columns - x.shape[1], 0, down * rows - x.shape[0])
+    )
+    largest = padded.view(down, rows, across, columns).amax(dim=(1, 3))
+    scale = scale_from_amax(largest, fmt, power_of_two=power_of_two)
+    # A product of two float32 is rounded to nearest even here as in the oracle.
+    return quantize(x * expand_blocks(scale, block, x.shape), fmt), 1.0 / scale
+
+
+def expand_blocks(per_block: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """Repeat one value a block over the elements of the block: the result has `shape`."""
+    rows, columns = block
+    wide = per_block.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return wide[: shape[0], : shape[1]]
+
+
+def update_delayed_(
+    scale: Tensor,
+    amax_history: Tensor,
+    fmt: Float8Format,
+    *,
+    margin: int = 0,
+    algorithm: str = "max",
+    power_of_two: bool = False,
+) -> None:
+    """Advance delayed scaling in place; see `fp8lab.emulation.scaling.update_delayed`.
+
+    Args:
+        scale: 0-d float32.
+        amax_history: (L,) float32; slot 0 holds this step's amax.
+    """
+    state = scaling.update_delayed(
+        scaling.DelayedScalingState(to_numpy(scale), to_numpy(amax_history)),
+        fmt,
+        margin=margin,
+        algorithm=algorithm,
+        power_of_two=power_of_two,
+    )
+    scale.copy_(to_torch(state.scale))
+    amax_history.copy_(to_torch(state.amax_history))
+
+
+def adamw_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One AdamW step in place, order "plain"; see `fp8lab.emulation.adamw.adamw`."""
+    p, g, m, v = (t.detach() for t in (param, grad, exp_avg, exp_avg_sq))
+    if p.is_cuda:
+        from fp8lab.kernels.adamw import adamw as kernel
+
+        kernel(p, g, m, v, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        return
+    updated = adamw.adamw(
+        *(to_numpy(t) for t in (p, g, m, v)),
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+    for target, value in zip((p, m, v), updated, strict=True):
+        target.copy_(to_torch(value))
