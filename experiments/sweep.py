@@ -15,6 +15,7 @@ and is never done twice.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import shutil
 import signal
@@ -234,9 +235,10 @@ def _run_all(
 
 
 def _run_one(run: TrainingConfig, out: Path, text: Path | None) -> str:
-    """One run, in a process of its own. Returns a word about how it went."""
-    # Ctrl-C reaches the whole group of processes; the parent alone answers it, and ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """One run, in a process of its own unless jobs is 1. Returns a word about how it went."""
+    if multiprocessing.current_process().name != "MainProcess":
+        # Ctrl-C reaches the whole group; the parent alone answers it, and ends the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     final = run_folder(out, run)
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

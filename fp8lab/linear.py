@@ -181,12 +181,23 @@ class Fp8Linear(nn.Module):
         self.casts = nn.ModuleDict({role: OperandCast(recipe.operand(role)) for role in OPERANDS})
 
     def forward(self, x: Tensor) -> Tensor:
-        """x is (..., K), float32; the result is (..., N), float32."""
+        """x is (..., K), float32; the result is (..., N), float32.
+
+        Raises:
+            TypeError: x is not float32.
+            ValueError: Its last dimension is not K.
+        """
+        if x.dtype != torch.float32:
+            raise TypeError(f"x has dtype {x.dtype}; accepted: float32 (call .float() first)")
+        if x.dim() == 0 or x.shape[-1] != self.weight.shape[1]:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; accepted: (..., {self.weight.shape[1]})"
+            )
         rows = x.reshape(-1, x.shape[-1])
         y: Tensor = _Products.apply(rows, self.weight, self)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             y = y + self.bias
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*x.shape[:-1], self.weight.shape[0])
 
 
 class _Products(torch.autograd.Function):
