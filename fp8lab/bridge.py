@@ -1,82 +1,94 @@
-"""Between NumPy arrays with ml_dtypes' types and torch tensors: the same bits, no conversion.
+"""Between NumPy and torch without losing a bit, for the types that NumPy itself does not have.
 
-torch's float8 and bfloat16 tensors have no `.numpy()`, and torch does not know ml_dtypes' types, so
-the bytes cross as integers and are viewed again on the other side.
+torch's float8 and bfloat16 tensors have no `.numpy()`, and torch does not know ml_dtypes' arrays;
+both hold the same bytes. The two directions here go through integers of the same width.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
 
 Array = npt.NDArray[Any]
 
-# torch's name of the type: (NumPy's type, the integer that carries its bits across).
-_TYPES: dict[str, tuple[npt.DTypeLike, npt.DTypeLike]] = {
-    "bfloat16": (ml_dtypes.bfloat16, np.int16),
-    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, np.uint8),
-    "float8_e5m2": (ml_dtypes.float8_e5m2, np.uint8),
-    "float8_e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, np.uint8),
-    "float8_e5m2fnuz": (ml_dtypes.float8_e5m2fnuz, np.uint8),
-    "float8_e8m0fnu": (ml_dtypes.float8_e8m0fnu, np.uint8),
+# The names are the same in ml_dtypes and torch; a torch that lacks one refuses it by name.
+_ML_DTYPES_NAMES = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+_ML_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES_NAMES
 }
-_TO_NUMPY = {getattr(torch, name): kinds for name, kinds in _TYPES.items() if hasattr(torch, name)}
-_TO_TORCH = {np.dtype(kinds[0]): (dtype, kinds[1]) for dtype, kinds in _TO_NUMPY.items()}
+_SIGNED_WORDS: dict[int, np.dtype[Any]] = {1: np.dtype(np.int8), 2: np.dtype(np.int16)}
 
 
-def to_numpy(tensor: Tensor) -> Array:
-    """The tensor as a NumPy array of the matching type, bit for bit.
-
-    Args:
-        tensor: Any dtype that NumPy or ml_dtypes has, on any device, strided or not.
-
-    Returns:
-        An array of the same shape. It shares memory with a tensor on the CPU.
-
-    Raises:
-        TypeError: Neither NumPy nor ml_dtypes has the dtype.
-    """
-    tensor = tensor.detach().cpu()
-    if tensor.dtype in _TO_NUMPY:
-        array, carrier = _TO_NUMPY[tensor.dtype]
-        carried: Array = tensor.view(_torch_integer(carrier)).numpy()
-        return carried.view(np.dtype(array))
-    try:
-        plain: Array = tensor.numpy()
-    except TypeError:
-        raise TypeError(f"NumPy and ml_dtypes have no type for {tensor.dtype}") from None
-    return plain
-
-
-def to_torch(array: Array, *, device: str | torch.device = "cpu") -> Tensor:
-    """The array as a torch tensor of the matching type, bit for bit.
+def to_torch(array: npt.ArrayLike, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """A torch tensor with the bits of an array.
 
     Args:
-        array: Any dtype that torch has.
-        device: Where the tensor shall live.
+        array: NumPy or ml_dtypes array of any shape, bool, integer or floating.
+        device: Where the tensor goes; the CPU when None.
 
     Returns:
-        A tensor of the same shape. It shares memory with the array where torch can (CPU, writable).
+        A tensor of the same dtype and shape. On the CPU it shares the memory of an array that is
+        writable and has no negative strides; otherwise it is a copy.
 
     Raises:
         TypeError: torch has no such dtype.
+
+    >>> import numpy as np
+    >>> from fp8lab.formats import E4M3
+    >>> to_torch(np.uint8([0x7E]).view(E4M3.dtype))
+    tensor([448.], dtype=torch.float8_e4m3fn)
     """
-    array = np.asarray(array)
-    if not array.flags.writeable or any(step < 0 for step in array.strides):
-        array = array.copy()
-    if array.dtype in _TO_TORCH:
-        dtype, carrier = _TO_TORCH[array.dtype]
-        return torch.from_numpy(array.view(carrier)).view(dtype).to(device)
-    try:
-        return torch.from_numpy(array).to(device)
-    except TypeError:
-        raise TypeError(f"torch has no type for {array.dtype}") from None
+    import torch
+
+    values = np.asarray(array)
+    name = values.dtype.name
+    if name in _ML_DTYPES and not hasattr(torch, name):
+        raise TypeError(f"array has dtype {name}, which torch {torch.__version__} does not have")
+    if not values.flags.writeable or any(stride < 0 for stride in values.strides):
+        values = values.copy()
+    if name not in _ML_DTYPES:
+        tensor = torch.from_numpy(values)
+    else:
+        words = values.view(_SIGNED_WORDS[values.dtype.itemsize])
+        tensor = torch.from_numpy(words).view(getattr(torch, name))
+    return tensor if device is None else tensor.to(device)
 
 
-def _torch_integer(carrier: npt.DTypeLike) -> torch.dtype:
-    return torch.int16 if carrier is np.int16 else torch.uint8
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """An array with the bits of a tensor.
+
+    Args:
+        tensor: Any dense tensor, on any device, with or without a gradient.
+
+    Returns:
+        An array of the same dtype (ml_dtypes' where NumPy has none) and shape. It shares the
+        memory of a tensor on the CPU.
+
+    Raises:
+        TypeError: Neither NumPy nor ml_dtypes has such a dtype.
+
+    >>> import torch
+    >>> to_numpy(torch.tensor([-0.0], dtype=torch.bfloat16)).view(np.uint16).tolist()
+    [32768]
+    """
+    import torch
+
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _ML_DTYPES:
+        return np.asarray(dense.numpy())
+    width = torch.int8 if tensor.element_size() == 1 else torch.int16
+    return np.asarray(dense.view(width).numpy().view(_ML_DTYPES[name]))

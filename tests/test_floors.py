@@ -25,6 +25,7 @@ PACKAGE = ROOT / "fp8lab"
 LINKED = ("emulation", "experiments", "kernels")
 
 FLOOR_1 = frozenset({"fp8lab.errors", "fp8lab.formats", "fp8lab.recipes"})
+BRIDGE = "fp8lab.bridge"  # between NumPy and torch; it loads torch when it is called
 ORACLE = frozenset({"numpy", "ml_dtypes"})
 
 
@@ -46,19 +47,19 @@ ROOMS = {
     "fp8lab.formats": Room(ORACLE, FLOOR_1),
     "fp8lab.recipes": Room(ORACLE, FLOOR_1),
     "fp8lab.emulation": Room(ORACLE, FLOOR_1),
-    # NumPy rounds a number to float32 on the host, and quietens the interpreter, which computes in it.
+    # NumPy is what the interpreter computes in, so it is quietened through NumPy.
     "fp8lab.kernels": Room(frozenset({"numpy", "torch", "triton"}), FLOOR_1),
     # Triton, to compile a kernel that is handed in and read its PTX.
     "fp8lab.testing": Room(
-        ORACLE | {"torch", "triton", "hypothesis", "pytest"}, FLOOR_1 | {"fp8lab.emulation"}
+        ORACLE | {"torch", "triton", "hypothesis", "pytest"}, FLOOR_1 | {"fp8lab.emulation", BRIDGE}
     ),
+    BRIDGE: Room(ORACLE | {"torch"}, frozenset()),
 }
 
 # Above the rooms, a module imports its own height and what is below. A module that is not named
 # here is at HEIGHT_OF_PARTS.
 HEIGHT_OF_PARTS = 2
 HEIGHTS = {
-    "fp8lab.bridge": 1,
     "fp8lab.ops": 1,
     "fp8lab.training": 3,
     "fp8lab.gates": 4,

@@ -1,0 +1,82 @@
+"""What a Triton kernel compiles to for a GPU that need not be there.
+
+Compilation runs in a process of its own: one that was started for the Triton interpreter cannot
+compile any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def compiled_ptx(
+    kernel: str,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    capability: int = 90,
+    num_warps: int = 4,
+    enable_fp_fusion: bool = False,
+) -> str:
+    """The PTX of a kernel.
+
+    Args:
+        kernel: Where the jitted function is, as "package.module:function".
+        signature: The Triton type of each run-time argument: "*fp32", "i32", ...
+        constants: The value of each compile-time argument.
+        capability: The target's compute capability: 90 is sm_90.
+        num_warps: Warps a program.
+        enable_fp_fusion: Whether multiply and add may become one operation.
+
+    Returns:
+        The PTX text.
+
+    Raises:
+        RuntimeError: The kernel does not compile; the message holds the compiler's.
+    """
+    request = {
+        "kernel": kernel,
+        "signature": dict(signature),
+        "constants": dict(constants),
+        "capability": capability,
+        "options": {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion},
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # The child imports what this process would, installed or not.
+    environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import _main; _main()"],
+        input=json.dumps(request),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{kernel} does not compile for sm_{capability}:\n{done.stderr}")
+    return done.stdout
+
+
+def _main() -> None:
+    """In the process of its own: the request from standard input, the PTX to standard output."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    request = json.load(sys.stdin)
+    module, name = request["kernel"].split(":")
+    function = getattr(import_module(module), name)
+    signature = {
+        argument: request["signature"].get(argument, "constexpr") for argument in function.arg_names
+    }
+    source = ASTSource(function, signature=signature, constexprs=request["constants"])
+    target = GPUTarget("cuda", request["capability"], 32)
+    compiled = triton.compile(source, target=target, options=request["options"])
+    sys.stdout.write(compiled.asm["ptx"])

@@ -1,0 +1,98 @@
+"""How kernels are launched: settings as frozen data, and the one call that launches.
+
+Every launch of the lab goes through `launch`, so that no multiply and add is ever fused behind the
+contract's back, and so that the interpreter computes with NaN and Inf as quietly as a GPU does.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import triton
+
+CastPath = Literal["auto", "integer", "hardware"]
+
+# triton.jit reads this switch once, when a kernel is defined; a process stays in its mode for good.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class ElementwiseSettings:
+    """How an elementwise kernel is launched. No setting changes a bit of any result.
+
+    Attributes:
+        block: Elements a program works on, a power of two.
+        num_warps: Warps a program has, a power of two up to 32.
+    """
+
+    block: int = 1024
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value, largest in (
+            ("block", self.block, 1 << 20),
+            ("num_warps", self.num_warps, 32),
+        ):
+            if not 1 <= value <= largest or value & (value - 1):
+                raise ValueError(f"{name} is {value}; accepted: powers of two from 1 to {largest}")
+
+
+@dataclass(frozen=True)
+class CastSettings(ElementwiseSettings):
+    """How a cast is launched.
+
+    Attributes:
+        cast_path: "integer" rounds with integer operations and runs everywhere; "hardware" uses the
+            conversion instruction of sm_90 and newer, for the one policy it has (ptx_satfinite);
+            "auto" takes the hardware where it can. Both give the same bits.
+    """
+
+    block: int = 8192
+    num_warps: int = 8
+    cast_path: CastPath = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cast_path not in get_args(CastPath):
+            accepted = ", ".join(get_args(CastPath))
+            raise ValueError(f"unknown cast_path {self.cast_path!r}; accepted: {accepted}")
+
+
+def interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter (TRITON_INTERPRET=1) on the CPU."""
+    return _INTERPRETED
+
+
+def to_float32(number: float) -> float:
+    """The nearest float32, ties to even, as a Python float: infinite past the largest one."""
+    return c_float(number).value
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Launch a `triton.jit` kernel on the device of its first tensor.
+
+    Args:
+        kernel: The jitted function.
+        grid: Programs along each axis; nothing is launched when one of them is 0.
+        args: The kernel's positional arguments, at least one of them a tensor.
+        meta: Its keyword arguments, compile-time constants and num_warps included.
+            `enable_fp_fusion` is always False and may not be given.
+    """
+    if 0 in grid:
+        return
+    if _INTERPRETED:
+        # NaN and overflow inside would raise a warning, which the interpreter turns into an error.
+        with np.errstate(all="ignore"):
+            kernel[grid](*args, enable_fp_fusion=False, **meta)
+        return
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    # Triton launches on the current device, whatever device the pointers belong to.
+    if device.index == torch.cuda.current_device():
+        kernel[grid](*args, enable_fp_fusion=False, **meta)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*args, enable_fp_fusion=False, **meta)
