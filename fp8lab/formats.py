@@ -1,4 +1,4 @@
-"""The 8-bit floating-point formats and the rules for what does not fit, as frozen data.
+"""The floating-point formats and the rules for what does not fit, as frozen data.
 
 Every other part of the lab reads its numbers from here: the oracle and the kernels share these
 declarations and no arithmetic. Derived values (largest finite, smallest normal, ...) are derived,
@@ -6,7 +6,7 @@ never typed in.
 
 Sources: the OCP 8-bit Floating Point Specification (OFP8) for E4M3 and E5M2; the OCP Microscaling
 Formats (MX) specification for E8M0; Noune et al., "8-bit Numerical Formats for Deep Neural
-Networks" (2022), for the FNUZ forms.
+Networks" (2022), for the FNUZ forms; IEEE 754-2019 for float16.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NanEncoding = Literal["ieee", "all_ones", "negative_zero"]
 
 
 @dataclass(frozen=True)
-class Float8Format:
-    """One 8-bit floating-point format.
+class FloatFormat:
+    """One floating-point format of at most 16 bits.
 
     Attributes:
         name: The name used on command lines, in recipes and in reports.
@@ -30,13 +30,13 @@ class Float8Format:
         mantissa_bits: Width of the stored mantissa field (the hidden bit is not counted).
         bias: A normal number with exponent field e is
             2**(e - bias) * (1 + mantissa / 2**mantissa_bits).
-        signed: Whether bit 7 is a sign. E8M0 has none.
+        signed: Whether the top bit is a sign. E8M0 has none.
         has_subnormals: Whether exponent field 0 holds zero and the subnormals. E8M0 has neither.
         nan: Where NaN lives. "ieee": exponent all ones, mantissa not zero, as in IEEE 754;
             "all_ones": only the code whose exponent and mantissa are all ones;
             "negative_zero": only the code that would be -0 (so there is no -0).
         has_infinity: Whether exponent all ones with mantissa zero is an infinity.
-        dtype_name: The name of the ml_dtypes scalar type that stores the codes.
+        dtype_name: The name of the ml_dtypes or NumPy scalar type that stores the codes.
     """
 
     name: str
@@ -50,6 +50,16 @@ class Float8Format:
     has_subnormals: bool = True
 
     @property
+    def bits(self) -> int:
+        """The width of a code: sign, exponent and mantissa."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def sign_bit(self) -> int:
+        """The code of a sign alone, 0x80 in the signed 8-bit formats; 0 where there is no sign."""
+        return 1 << (self.bits - 1) if self.signed else 0
+
+    @property
     def max_code(self) -> int:
         """The code of the largest finite value (sign bit clear)."""
         top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
@@ -61,6 +71,16 @@ class Float8Format:
     def max_finite(self) -> float:
         """The largest finite value: 448 for E4M3, 57344 for E5M2."""
         return self.value_of_magnitude(self.max_code)
+
+    @property
+    def overflow_edge(self) -> float:
+        """Half a step past the largest finite value: what is above it rounds to no finite code.
+
+        464 for E4M3, 61440 for E5M2. The edge itself is a tie, which goes to the even code: it is
+        an overflow exactly where `max_code` is odd.
+        """
+        below = self.value_of_magnitude(self.max_code - 1)
+        return self.max_finite + (self.max_finite - below) / 2
 
     @property
     def min_exponent(self) -> int:
@@ -81,7 +101,7 @@ class Float8Format:
     def nan_code(self) -> int:
         """The canonical NaN: 0x7F in E4M3 and E5M2, 0x80 in the FNUZ forms, 0xFF in E8M0."""
         if self.nan == "negative_zero":
-            return 0x80
+            return self.sign_bit
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
     @property
@@ -96,9 +116,14 @@ class Float8Format:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The ml_dtypes type that stores the codes, one byte each."""
-        dtype: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, self.dtype_name))
+        """The ml_dtypes (NumPy for float16) type that stores the codes."""
+        dtype: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, self.dtype_name, self.dtype_name))
         return dtype
+
+    @property
+    def code_dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The unsigned integers of the width of a code."""
+        return np.dtype(np.uint8 if self.bits <= 8 else np.uint16)
 
     def value_of_magnitude(self, magnitude: int) -> float:
         """The value of a finite code without its sign bit, exact in a Python float.
@@ -112,6 +137,15 @@ class Float8Format:
         return float((1 + mantissa / (1 << self.mantissa_bits)) * 2.0 ** (field - self.bias))
 
 
+@dataclass(frozen=True)
+class Float8Format(FloatFormat):
+    """One 8-bit floating-point format: a code is a byte."""
+
+    def __post_init__(self) -> None:
+        if self.bits != 8:
+            raise ValueError(f"{self.name} has {self.bits} bits; a Float8Format has 8")
+
+
 E4M3 = Float8Format("E4M3", 4, 3, 7, "all_ones", False, "float8_e4m3fn")
 E5M2 = Float8Format("E5M2", 5, 2, 15, "ieee", True, "float8_e5m2")
 E4M3FNUZ = Float8Format("E4M3FNUZ", 4, 3, 8, "negative_zero", False, "float8_e4m3fnuz")
@@ -121,6 +155,12 @@ E8M0 = Float8Format(
 )
 
 FORMATS: dict[str, Float8Format] = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0)}
+
+BFLOAT16 = FloatFormat("bfloat16", 8, 7, 127, "ieee", True, "bfloat16")
+FLOAT16 = FloatFormat("float16", 5, 10, 15, "ieee", True, "float16")
+
+# What a cast may produce: the FP8 formats, and the two 16-bit ones of mixed precision.
+TARGETS: dict[str, FloatFormat] = {**FORMATS, BFLOAT16.name: BFLOAT16, FLOAT16.name: FLOAT16}
 
 
 def format_named(name: str) -> Float8Format:
@@ -134,16 +174,21 @@ def format_named(name: str) -> Float8Format:
 
 @dataclass(frozen=True)
 class OverflowPolicy:
-    """What a cast yields for what has no finite code. Four separate, named choices.
+    """What a cast yields for what has no code of its own. Six separate, named choices.
 
     Attributes:
-        name: The preset's name.
+        name: What it is called in reports.
         finite: A finite value that rounds past the largest finite one: "max_finite" keeps the sign
             and saturates; "infinity_or_nan" gives Inf where the format has one, else NaN.
         infinity: The same choice for an infinite input.
         nan_code: "canonical" gives the format's `nan_code`; "quiet" gives the code whose mantissa
-            has only its top bit set (ml_dtypes' E5M2 NaN, 0x7E). They differ in E5M2 alone.
+            has only its top bit set. They differ where exponent all ones holds several NaN: in E5M2
+            (0x7F and 0x7E), bfloat16 and float16.
         nan_sign: "positive" drops the sign of a NaN, "kept" keeps it where the format has room.
+        zero: Zero of either sign in a format without zero (E8M0): "smallest" gives the smallest
+            value, "nan" gives NaN.
+        negative: A negative number or -Inf in a format without a sign (E8M0): "magnitude" drops the
+            sign, "nan" gives NaN.
     """
 
     name: str
@@ -151,33 +196,72 @@ class OverflowPolicy:
     infinity: Literal["max_finite", "infinity_or_nan"]
     nan_code: Literal["canonical", "quiet"]
     nan_sign: Literal["positive", "kept"]
+    zero: Literal["smallest", "nan"] = "smallest"
+    negative: Literal["magnitude", "nan"] = "magnitude"
 
 
-_PTX_SATFINITE = OverflowPolicy(
-    "ptx_satfinite", "max_finite", "max_finite", "canonical", "positive"
+@dataclass(frozen=True)
+class OverflowPreset:
+    """The policies under one name: one for most formats, and those of the formats that differ."""
+
+    policy: OverflowPolicy
+    exceptions: tuple[tuple[str, OverflowPolicy], ...] = ()
+
+    def for_format(self, fmt: FloatFormat) -> OverflowPolicy:
+        """What the preset does in that format."""
+        return dict(self.exceptions).get(fmt.name, self.policy)
+
+
+# PTX `cvt.rn.satfinite`: measured on an H200 for E4M3 and E5M2. For E8M0, what CUDA's own headers
+# do on the host for `cvt.rz/rp.satfinite.ue8m0x2` (sm_100).
+_PTX_SATFINITE = OverflowPreset(
+    OverflowPolicy("ptx_satfinite", "max_finite", "max_finite", "canonical", "positive")
 )
-_ML_DTYPES = OverflowPolicy("ml_dtypes", "infinity_or_nan", "infinity_or_nan", "quiet", "kept")
+_ML_DTYPES = OverflowPreset(
+    OverflowPolicy("ml_dtypes", "infinity_or_nan", "infinity_or_nan", "quiet", "kept", "nan", "nan")
+)
+_TORCH_2_11_CUDA = OverflowPreset(
+    OverflowPolicy("torch_2_11_cuda", "infinity_or_nan", "infinity_or_nan", "canonical", "kept")
+)
+# Between 2.11 and 2.13 torch's cast to E4M3 began to saturate, and no other one did.
+_TORCH_2_13_CPU = OverflowPreset(
+    OverflowPolicy("torch_2_13_cpu", "infinity_or_nan", "infinity_or_nan", "canonical", "kept"),
+    (("E4M3", OverflowPolicy("torch_2_13_cpu", "max_finite", "max_finite", "canonical", "kept")),),
+)
 
-OVERFLOW_POLICIES: dict[str, OverflowPolicy] = {
+OVERFLOW_POLICIES: dict[str, OverflowPreset] = {
     "saturate": _PTX_SATFINITE,
     "ieee": _ML_DTYPES,
     "ptx_satfinite": _PTX_SATFINITE,
     "ml_dtypes": _ML_DTYPES,
+    "torch_2_11_cuda": _TORCH_2_11_CUDA,
+    "torch_2_13_cpu": _TORCH_2_13_CPU,
 }
 
 
-def overflow_policy(overflow: str | OverflowPolicy) -> OverflowPolicy:
-    """The policy of that name (a policy is returned as it is).
+def overflow_policy(
+    overflow: str | OverflowPolicy, fmt: FloatFormat | None = None
+) -> OverflowPolicy:
+    """The policy of that name in a format (a policy is returned as it is).
+
+    Args:
+        overflow: A preset's name, or a policy.
+        fmt: The format that is cast to. A preset that is the same in every format needs none.
 
     Raises:
-        ValueError: The name is unknown; the message lists what is accepted.
+        ValueError: The name is unknown, or it stands for several policies and `fmt` is not given.
     """
     if isinstance(overflow, OverflowPolicy):
         return overflow
     try:
-        return OVERFLOW_POLICIES[overflow]
+        preset = OVERFLOW_POLICIES[overflow]
     except (KeyError, TypeError):
         accepted = ", ".join(OVERFLOW_POLICIES)
         raise ValueError(
             f"unknown overflow policy {overflow!r}; accepted: {accepted}, or an OverflowPolicy"
         ) from None
+    if fmt is not None:
+        return preset.for_format(fmt)
+    if preset.exceptions:
+        raise ValueError(f"overflow policy {overflow!r} differs between formats; say which format")
+    return preset.policy

@@ -40,7 +40,8 @@ class CastStatistics:
     Attributes:
         amax: The largest magnitude of the tensor (NaN and Inf are shown when present).
         scale: The scale it was multiplied by; for blocks, the smallest of them.
-        overflow: Share of all elements that are finite and were clipped to the largest code.
+        overflow: Share of all elements that are finite, but whose scaled value rounds past the
+            largest finite code (so that it was clipped).
         underflow: Share of the elements that are not zero whose code is a zero.
     """
 
@@ -89,8 +90,7 @@ class OperandCast(nn.Module):
         if isinstance(scaling, NoScaling):
             rounded = x.to(torch.bfloat16).to(torch.float32)
             if self.observe:
-                largest = torch.finfo(torch.bfloat16).max
-                self._record(x, torch.ones_like(x), rounded, largest)
+                self._record(x, torch.ones_like(x), rounded)
             return rounded, rounded
         if isinstance(scaling, BlockScaling):
             along_columns = self._cast_blocks(x, scaling)
@@ -144,12 +144,14 @@ class OperandCast(nn.Module):
             self._record(x, 1.0 / wide, decoded)
         return decoded
 
-    def _record(
-        self, x: Tensor, scale: Tensor, decoded: Tensor, largest: float | None = None
-    ) -> None:
-        """Note what a cast did: `scale` has x's shape, `largest` is the format's largest value."""
-        limit = self.operand.float8.max_finite if largest is None else largest
-        clipped = x.isfinite() & ((x * scale).abs() > limit)
+    def _record(self, x: Tensor, scale: Tensor, decoded: Tensor) -> None:
+        """Note what a cast did; `scale` has x's shape."""
+        clipped = torch.zeros_like(x, dtype=torch.bool)
+        if not isinstance(self.operand.scaling, NoScaling):  # BF16 reaches as far as float32
+            fmt = self.operand.float8
+            y = (x * scale).abs()
+            beyond = y >= fmt.overflow_edge if fmt.max_code % 2 else y > fmt.overflow_edge
+            clipped = x.isfinite() & beyond
         filled = x != 0
         lost = filled & (decoded == 0)
         self.statistics = CastStatistics(

@@ -48,7 +48,7 @@ class TrainingConfig:
     batch: int = 16
     model: TransformerConfig = field(default_factory=TransformerConfig)
     peak_lr: float = 3e-3
-    warmup: int = 20
+    warmup: int = 40
     final_lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

@@ -52,6 +52,7 @@ def test_special_codes_are_what_ml_dtypes_decodes(fmt: Float8Format) -> None:
 def test_well_known_numbers() -> None:
     assert (E4M3.max_finite, E4M3.min_subnormal) == (448.0, 2.0**-9)
     assert (E5M2.max_finite, E5M2.min_subnormal) == (57344.0, 2.0**-16)
+    assert (E4M3.overflow_edge, E5M2.overflow_edge) == (464.0, 61440.0)
 
 
 @pytest.mark.parametrize("name", ["E4M4", "e4m3", "", None, ["E4M3"]])

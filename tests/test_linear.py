@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from fp8lab.emulation import casting, scaling
 from fp8lab.formats import E4M3, E5M2, Float8Format
 from fp8lab.linear import Fp8Linear, OperandCast, advance_scaling, operand_casts
-from fp8lab.recipes import BlockScaling, DelayedScaling, Operand, recipe_named
+from fp8lab.recipes import (
+    BlockScaling,
+    DelayedScaling,
+    Operand,
+    StaticScaling,
+    recipe_named,
+)
 from fp8lab.testing import assert_bits_equal, to_numpy, to_torch
 
 ROWS, K, N = 20, 136, 144
@@ -193,7 +199,7 @@ def test_statistics_count_what_a_cast_did(spec: str) -> None:
     assert found.underflow == float((filled & (decoded == 0)).sum()) / float(filled.sum())
     if spec in ("static", "delayed"):
         assert found.scale == 1
-        assert found.overflow == float((x.abs() > 448).sum()) / x.numel() > 0
+        assert found.overflow == float((x.abs() > 464).sum()) / x.numel() > 0
         assert found.underflow == K / float(filled.sum())
     else:
         assert found.overflow == 0
@@ -242,3 +248,16 @@ def test_block_lengths_other_than_128() -> None:
     assert_bits_equal(cast(x)[0], casting.dequantize(codes, inverse_scale=wide))
     assert not hasattr(OperandCast(Operand("E4M3", BlockScaling())), "scale")
     assert OperandCast(Operand("E4M3", DelayedScaling(history=5))).amax_history.shape == (5,)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_overflow_is_what_the_non_saturating_cast_cannot_hold(fmt: Float8Format) -> None:
+    edge = np.float32(fmt.overflow_edge)
+    near = [np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf))]
+    x = torch.tensor(np.array([near], np.float32))
+    cast = OperandCast(Operand(fmt.name, StaticScaling(1.0)))
+    cast.observe = True
+    cast(x)
+    assert cast.statistics is not None
+    lost = ~np.isfinite(casting.dequantize(casting.quantize(to_numpy(x), fmt, overflow="ieee")))
+    assert cast.statistics.overflow == lost.sum() / 3

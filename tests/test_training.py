@@ -17,6 +17,7 @@ from fp8lab.errors import UserError
 from fp8lab.models import Transformer, TransformerConfig
 from fp8lab.optimizer import AdamW
 from fp8lab.recipes import PRESETS, recipe_named
+from fp8lab.records import Row
 from fp8lab.testing import assert_bits_equal, to_numpy
 from fp8lab.training import TrainingConfig, learning_rate, summary_of, training_rows
 
@@ -81,7 +82,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(corpus: Corpus) -> None:
 
 def test_a_loss_that_rises_again_counts_as_diverged() -> None:
     casts = {"a": {"overflow": 0.0, "underflow": 0.5}}
-    rows = [
+    rows: list[Row] = [
         {"step": 1, "loss": 3.0, "validation_loss": 3.0, "casts": casts},
         {"step": 2, "loss": 5.0, "validation_loss": 4.5},
     ]
