@@ -64,10 +64,10 @@ def _draw(identity: dict[str, Any], rows: list[Row], figure: Path) -> None:
     panels: list[tuple[Axes, str, Callable[[Row], float | None], bool]] = [
         (axes[0, 0], "training loss (nats a byte)", lambda row: number(row["loss"]), False),
         (axes[0, 1], "validation loss (nats a byte)", _validation, False),
-        (axes[0, 2], "overflow: share of elements clipped", _share("overflow"), True),
+        (axes[0, 2], "overflow: share of elements clipped (0 at the bottom)", _share("overflow"), True),
         (axes[1, 0], f"amax of {WATCHED}", _watched("amax"), True),
         (axes[1, 1], f"scale of {WATCHED}", _watched("scale"), True),
-        (axes[1, 2], "underflow: share of non-zeros lost", _share("underflow"), True),
+        (axes[1, 2], "underflow: share of non-zeros lost (0 at the bottom)", _share("underflow"), True),
     ]
     for axis, title, value, logarithmic in panels:
         for place, policy in enumerate(policies):
@@ -111,7 +111,8 @@ def _curve(rows: list[Row], value: Callable[[Row], float | None]) -> Curve:
 def _band(axis: Axes, curve: Curve, colour: str, label: str) -> None:
     steps = sorted(curve)
     means = [float(np.mean(curve[step])) for step in steps]
-    axis.plot(steps, means, color=colour, label=label, linewidth=1.6)
+    marker = "o" if len(steps) < 4 else None  # a line of one point would not be seen
+    axis.plot(steps, means, color=colour, label=label, linewidth=1.6, marker=marker)
     low = [min(curve[step]) for step in steps]
     high = [max(curve[step]) for step in steps]
     axis.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
