@@ -1,107 +1,156 @@
-"""Casts to and from FP8, bit for bit: quantise, dequantise.
+"""Casts to and from FP8 (and to bfloat16 and float16), bit for bit: quantise, dequantise.
 
-Two forms live here. `_round_bits` works on the bits of float64, to which every accepted input
-widens exactly, and does every rounding. A table of 65,536 codes, filled by it, serves the
-deterministic roundings of 32-bit and narrower inputs several times faster. Both are tested against
-`fp8lab.emulation.scalar`, which shares no arithmetic with them.
+Three forms of the cast check each other: `fp8lab.emulation.scalar`, which a reader can follow;
+`fp8lab.emulation.rounding`, which works on the bits of whole arrays; and `fp8lab.emulation.tables`,
+several times faster, for FP8 targets and roundings without random bits. Here they are put together:
+inputs are checked, scaled, cut into pieces and handed to the fastest form that serves.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from fp8lab.formats import FORMATS, Float8Format, OverflowPolicy, overflow_policy
+from fp8lab.emulation.cast_arguments import (
+    ROUNDINGS,
+    check_broadcast,
+    check_format,
+    checked_random_bits,
+    checked_scale,
+    input_array,
+    rounding_named,
+    wide_dtype,
+)
+from fp8lab.emulation.pieces import PIECE, Index, checked_threads, run_pieces
+from fp8lab.emulation.rounding import round_bits
+from fp8lab.emulation.tables import (
+    TableCast,
+    TableDecode,
+    Widen,
+    has_table,
+)
+from fp8lab.formats import TARGETS, FloatFormat, OverflowPolicy, overflow_policy
+
+__all__ = ["ROUNDINGS", "dequantize", "quantize"]
 
 Array = npt.NDArray[Any]
+Cast = Callable[[Array, Array, Array | None], None]  # (values, codes, random bits), 1-D
 
-ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
-_NARROW = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-_CHUNK = 1 << 16  # elements a pass of the table form works on: its temporaries stay in the L2 cache
+_ROUND_BITS_PIECE = 1 << 14  # it has a dozen temporaries
 
 
 def quantize(
     x: npt.ArrayLike,
-    fmt: Float8Format,
+    fmt: FloatFormat,
     *,
     scale: npt.ArrayLike | None = None,
     rounding: str = "nearest_even",
     overflow: str | OverflowPolicy = "saturate",
     random_bits: npt.ArrayLike | None = None,
     bit_count: int = 32,
+    threads: int | None = None,
 ) -> Array:
-    """Cast an array to FP8 codes, optionally scaled first.
+    """Cast an array to the codes of a format, optionally scaled first.
 
     Order: x is widened to float32 (float64 stays); with a scale, y = x * scale is rounded to
     nearest even in that type; y is rounded once to `fmt`. float64 never passes through float32.
 
     Args:
         x: float64, float32, float16 or bfloat16 array of any shape, strided or empty.
-        fmt: E4M3, E5M2, E4M3FNUZ or E5M2FNUZ.
+        fmt: E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, BFLOAT16 or FLOAT16.
         scale: Multiplies x. Finite and above zero; one value or an array that broadcasts to x's
             shape. Rounded to float32 first (kept in float64 for float64 x).
         rounding: "nearest_even"; "toward_zero"; or "stochastic": away from zero exactly when the
             low `bit_count` bits r of `random_bits` satisfy r < floor(fraction * 2**bit_count),
             where fraction is the distance from the lower neighbour over the gap. Representable
-            values stay.
+            values stay. For E8M0 also "floor" (toward zero), "up" (away from zero) and "nearest"
+            (ties up, and so is "nearest_even"); what is not zero and lies below 2**-127 becomes
+            2**-127 under all of them.
         overflow: "saturate" (every overflow and Inf becomes the largest finite value, NaN the
-            positive NaN code), "ieee" (Inf or NaN, as ml_dtypes), or an `OverflowPolicy`. Under
-            "toward_zero" a finite value never overflows: it becomes the largest finite one.
+            positive NaN code), "ieee" (Inf or NaN, as ml_dtypes), another name of
+            `OVERFLOW_POLICIES`, or an `OverflowPolicy`. Under "toward_zero" a finite value never
+            overflows: it becomes the largest finite one. For E8M0 it also says what zero and
+            negative values become.
         random_bits: For "stochastic": unsigned integers of x's shape.
         bit_count: For "stochastic": how many of the low random bits count, 1 to 32.
+        threads: How many threads share the work; None: see `fp8lab.emulation.pieces.set_threads`.
 
     Returns:
         Codes of dtype `fmt.dtype` and x's shape. -0 stays -0 where the format has one; an
         underflow keeps its sign likewise.
 
     Raises:
-        TypeError: x, scale or random_bits has a dtype that is not accepted.
+        TypeError: x, fmt, scale or random_bits is of a type that is not accepted.
         ValueError: An unknown rounding or policy, a scale that is zero, negative or not finite, or
             random bits that are missing, of another shape, or not asked for.
 
-    Source: OCP OFP8 1.0 (formats, both overflow rules); PTX ISA `cvt.rn.satfinite`.
+    Source: OCP OFP8 1.0 (formats, both overflow rules); PTX ISA `cvt.rn.satfinite`; the presets
+    are measured, see `docs/numerics.md`.
 
     >>> import numpy as np
-    >>> from fp8lab.formats import E4M3
+    >>> from fp8lab.formats import E4M3, E8M0
     >>> quantize(np.array([0.1, 126.24, 500, np.nan], np.float32), E4M3).view(np.uint8).tolist()
     [29, 112, 126, 127]
+    >>> quantize(np.float32([3.0, 0.75]), E8M0, rounding="floor").view(np.uint8).tolist()
+    [128, 126]
     """
-    values = _input_array(x)
-    _check_format(fmt)
-    policy = overflow_policy(overflow)
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"unknown rounding {rounding!r}; accepted: {', '.join(ROUNDINGS)}")
-    bits = _checked_random_bits(random_bits, bit_count, rounding, values.shape)
+    values = input_array(x)
+    check_format(fmt)
+    policy = overflow_policy(overflow, fmt)
+    rounding = rounding_named(rounding, fmt)
+    bits = checked_random_bits(random_bits, bit_count, rounding, values.shape)
+    factor = None if scale is None else checked_scale(scale, values)
+    count = checked_threads(threads)
 
-    if scale is not None:
-        values = _scaled(values, scale)
-    if rounding != "stochastic" and values.dtype in _NARROW:
-        codes = _look_up(values, _table(fmt, rounding, policy))
-    else:
-        codes = _round_bits(values.astype(np.float64), fmt, rounding, policy, bits, bit_count)
-    return codes.view(fmt.dtype).reshape(values.shape)
+    shape = values.shape
+    if factor is None or factor.ndim == 0:  # nothing to broadcast: cut it as one row
+        values = np.ascontiguousarray(values).reshape(-1)
+        bits = None if bits is None else bits.reshape(-1)
+    codes = np.empty(values.shape, dtype=fmt.code_dtype)
+    dtype = values.dtype if factor is None else wide_dtype(values.dtype)
+
+    def work(share: Sequence[Index]) -> None:
+        size = min(PIECE, values.size)
+        cast = _cast(fmt, rounding, policy, dtype, size, bit_count)
+        scaled = None if factor is None else _Scaled(factor, values.shape, dtype, size)
+        # A thread starts with NumPy's defaults, where a NaN would warn.
+        with np.errstate(all="ignore"):
+            for index in share:
+                piece, out = values[index], codes[index]
+                if scaled is not None:
+                    piece, out = scaled(piece, index), out.reshape(-1)
+                cast(piece, out, None if bits is None else bits[index].reshape(-1))
+
+    run_pieces(work, values.shape, count)
+    return codes.view(fmt.dtype).reshape(shape)
 
 
-def dequantize(codes: Array, *, inverse_scale: npt.ArrayLike | None = None) -> Array:
-    """Decode FP8 codes to float32, optionally multiplied by an inverse scale.
+def dequantize(
+    codes: Array, *, inverse_scale: npt.ArrayLike | None = None, threads: int | None = None
+) -> Array:
+    """Decode codes to float32, optionally multiplied by an inverse scale.
 
     Every code is exact in float32. With an inverse scale the product is rounded to nearest even.
 
     Args:
-        codes: Array of an ml_dtypes FP8 type (`fmt.dtype`; E8M0 too), of any shape.
+        codes: Array of an ml_dtypes FP8 type (`fmt.dtype`; E8M0 too), bfloat16 or float16, of any
+            shape.
         inverse_scale: Multiplies the values; rounded to float32; one value or an array that
             broadcasts to the shape of codes.
+        threads: How many threads share the work; None: see `fp8lab.emulation.pieces.set_threads`.
 
     Returns:
         float32 array of the shape of codes. A NaN code gives a NaN, 0x80 gives -0 where the format
-        has one, E5M2's infinities stay.
+        has one, infinities stay.
 
     Raises:
-        TypeError: codes are not of an FP8 dtype.
+        TypeError: codes are of another dtype.
+        ValueError: inverse_scale does not broadcast to the shape of codes.
+
+    Source: the formats' specifications, see `fp8lab.formats`.
 
     >>> import numpy as np
     >>> from fp8lab.formats import E4M3
@@ -109,191 +158,77 @@ def dequantize(codes: Array, *, inverse_scale: npt.ArrayLike | None = None) -> A
     [448.0, 0.001953125]
     """
     codes = np.asarray(codes)
-    fmt = next((f for f in FORMATS.values() if f.dtype == codes.dtype), None)
+    fmt = next((f for f in TARGETS.values() if f.dtype == codes.dtype), None)
     if fmt is None:
-        accepted = ", ".join(f.dtype_name for f in FORMATS.values())
+        accepted = ", ".join(f.dtype_name for f in TARGETS.values())
         raise TypeError(
             f"codes have dtype {codes.dtype}; accepted: {accepted} (view raw bytes as fmt.dtype)"
         )
-    values = _decoded(fmt)[codes.view(np.uint8)]
-    if inverse_scale is None:
-        return values
-    with np.errstate(all="ignore"):
-        factor = np.asarray(inverse_scale).astype(np.float32)
-        return np.asarray(values * factor, dtype=np.float32)
+    factor = None
+    if inverse_scale is not None:
+        with np.errstate(all="ignore"):
+            factor = np.asarray(inverse_scale).astype(np.float32)
+        check_broadcast("inverse_scale", factor.shape, "codes", codes.shape)
+    shape, count = codes.shape, checked_threads(threads)
+    if factor is None or factor.ndim == 0:
+        codes = codes.reshape(-1)
+    codes = np.ascontiguousarray(codes)
+    values = np.empty(codes.shape, dtype=np.float32)
+    factors = None if factor is None else np.broadcast_to(factor, codes.shape)
+
+    def work(share: Sequence[Index]) -> None:
+        decode = TableDecode(fmt, min(PIECE, codes.size)) if fmt.bits == 8 else None
+        with np.errstate(all="ignore"):
+            for index in share:
+                piece = values[index]
+                if decode is None:
+                    np.copyto(piece, codes[index], casting="unsafe")
+                else:
+                    decode(codes[index].reshape(-1).view(np.uint8), piece.reshape(-1))
+                if factors is not None:
+                    np.multiply(piece, factors[index], out=piece)
+
+    run_pieces(work, codes.shape, count)
+    return values.reshape(shape)
 
 
-def _input_array(x: npt.ArrayLike) -> Array:
-    values = np.asarray(x)
-    if values.dtype != np.float64 and values.dtype not in _NARROW:
-        raise TypeError(
-            f"x has dtype {values.dtype}; accepted: float64, float32, float16, bfloat16"
-        )
-    return values
+class _Scaled:
+    """x * scale for one piece at a time, rounded to nearest even in the wide type; 1-D."""
+
+    def __init__(
+        self, factor: Array, shape: tuple[int, ...], dtype: np.dtype[Any], size: int
+    ) -> None:
+        self._factor = np.broadcast_to(factor, shape)
+        self._out = np.empty(size, dtype=dtype)
+        self._widen = Widen(size)
+
+    def __call__(self, piece: Array, index: Index) -> Array:
+        flat = self._out[: piece.size]
+        out = flat.reshape(piece.shape)
+        if piece.dtype.itemsize == 2:
+            self._widen(np.ascontiguousarray(piece).reshape(-1), flat)
+            piece = out
+        np.multiply(piece, self._factor[index], out=out)
+        return flat
 
 
-def _check_format(fmt: Float8Format) -> None:
-    accepted = "E4M3, E5M2, E4M3FNUZ, E5M2FNUZ (from fp8lab.formats)"
-    if not isinstance(fmt, Float8Format):
-        raise TypeError(f"fmt is {fmt!r}; accepted: {accepted}")
-    if not fmt.has_subnormals:
-        raise ValueError(f"{fmt.name} is a format of scales, not of values; accepted: {accepted}")
-
-
-def _checked_random_bits(
-    random_bits: npt.ArrayLike | None, bit_count: int, rounding: str, shape: tuple[int, ...]
-) -> Array | None:
-    if rounding != "stochastic":
-        if random_bits is not None:
-            raise ValueError(
-                f"random_bits given with rounding {rounding!r}; only stochastic uses them"
-            )
-        return None
-    if not 1 <= bit_count <= 32:
-        raise ValueError(f"bit_count is {bit_count}; accepted: 1 to 32")
-    if random_bits is None:
-        raise ValueError("stochastic rounding needs random_bits: unsigned integers of x's shape")
-    bits = np.asarray(random_bits)
-    if bits.dtype.kind != "u":
-        raise TypeError(f"random_bits have dtype {bits.dtype}; accepted: unsigned integers")
-    if bits.shape != shape:
-        raise ValueError(f"random_bits have shape {bits.shape}; x has {shape}: they must be equal")
-    return bits.astype(np.uint64) & np.uint64((1 << bit_count) - 1)
-
-
-def _scaled(values: Array, scale: npt.ArrayLike) -> Array:
-    wide: type[np.floating[Any]] = np.float64 if values.dtype == np.float64 else np.float32
-    with np.errstate(all="ignore"):
-        factor: Array = np.asarray(scale).astype(wide)
-        if not (np.isfinite(factor) & (factor > 0)).all():
-            raise ValueError(
-                f"scale is {scale!r}; accepted: finite values above zero (in {np.dtype(wide).name})"
-            )
-        if np.broadcast_shapes(values.shape, factor.shape) != values.shape:
-            raise ValueError(
-                f"scale has shape {factor.shape}, which does not fit x's {values.shape}"
-            )
-        return np.asarray(values.astype(wide) * factor, dtype=wide)
-
-
-def _look_up(values: Array, table: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """The codes of float32, float16 or bfloat16 values, through the table.
-
-    A float32 is first rounded to odd at bfloat16: its upper half, with the lowest bit set when the
-    lower half was not zero. That keeps every comparison with a midpoint of a target of at most five
-    mantissa bits, so looking up the result rounds once (Boldo and Melquiond, 2008).
-    """
-    if values.dtype == ml_dtypes.bfloat16:
-        return table[np.ascontiguousarray(values).reshape(-1).view(np.uint16)]
-    with np.errstate(all="ignore"):
-        words = np.ascontiguousarray(values, dtype=np.float32).reshape(-1).view(np.uint32)
-    codes = np.empty(words.size, dtype=np.uint8)
-    low = np.uint32(0xFFFF)
-    for start in range(0, words.size, _CHUNK):
-        chunk = words[start : start + _CHUNK]
-        key = chunk & low
-        key += low  # bit 16 is now set exactly when the lower half was not zero
-        key |= chunk
-        key >>= np.uint32(16)
-        codes[start : start + _CHUNK] = table[key]
-    return codes
-
-
-@lru_cache
-def _table(fmt: Float8Format, rounding: str, policy: OverflowPolicy) -> npt.NDArray[np.uint8]:
-    """The code of every bfloat16 pattern."""
-    words = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
-    with np.errstate(invalid="ignore"):  # signalling NaN patterns
-        every = words.view(np.float32).astype(np.float64)
-    table = _round_bits(every, fmt, rounding, policy, None, 0)
-    table.flags.writeable = False
-    return table
-
-
-@lru_cache
-def _decoded(fmt: Float8Format) -> npt.NDArray[np.float32]:
-    """The float32 value of every code."""
-    table = np.full(256, np.nan, dtype=np.float32)
-    for magnitude in range(fmt.max_code + 1):
-        table[magnitude] = fmt.value_of_magnitude(magnitude)
-        if fmt.signed and (magnitude or fmt.has_negative_zero):
-            table[magnitude | 0x80] = -table[magnitude]
-    if fmt.infinity_code is not None:
-        table[fmt.infinity_code] = np.inf
-        table[fmt.infinity_code | 0x80] = -np.inf
-    table.flags.writeable = False
-    return table
-
-
-def _round_bits(
-    values: Array,
-    fmt: Float8Format,
+def _cast(
+    fmt: FloatFormat,
     rounding: str,
     policy: OverflowPolicy,
-    random_bits: Array | None,
+    dtype: np.dtype[Any],
+    size: int,
     bit_count: int,
-) -> npt.NDArray[np.uint8]:
-    """Round float64 values to codes by integer arithmetic on their bits; flat uint8 result."""
-    words = np.ascontiguousarray(values).reshape(-1).view(np.uint64)
-    sign = ((words >> np.uint64(56)) & np.uint64(0x80)).astype(np.int64)
-    field = ((words >> np.uint64(52)) & np.uint64(0x7FF)).astype(np.int64)
-    mantissa = (words & np.uint64((1 << 52) - 1)).astype(np.int64)
-    nan = (field == 0x7FF) & (mantissa != 0)
-    infinite = (field == 0x7FF) & (mantissa == 0)
+) -> Cast:
+    """The fastest form that serves, ready for pieces of at most `size` elements."""
+    if rounding != "stochastic" and has_table(fmt):
+        return TableCast(fmt, rounding, policy, dtype, size)
 
-    # value = significand * 2**(exponent - 52); the last kept bit weighs 2**(quantum_exponent).
-    significand = np.where(field == 0, mantissa, mantissa | (1 << 52))
-    exponent = np.maximum(field, 1) - 1023
-    binade = np.maximum(exponent, fmt.min_exponent)
-    # Bits to drop. Past 62 the whole significand (53 bits) lies below a quarter of the last kept
-    # bit, and stays there, so the cap changes no comparison.
-    drop = 52 - fmt.mantissa_bits + (binade - exponent)
-    shift = np.minimum(drop, 62)
-    kept = significand >> shift
-    rest = significand - (kept << shift)
+    def by_bits(values: Array, codes: Array, random: Array | None) -> None:
+        for start in range(0, values.size, _ROUND_BITS_PIECE):
+            part = slice(start, start + _ROUND_BITS_PIECE)
+            wide = values[part].astype(wide_dtype(values.dtype), copy=False)
+            words = None if random is None else random[part]
+            codes[part] = round_bits(wide, fmt, rounding, policy, words, bit_count)
 
-    if rounding == "nearest_even":
-        half = np.int64(1) << (shift - 1)
-        up = (rest > half) | ((rest == half) & (kept & 1 == 1))
-    elif rounding == "toward_zero":
-        up = np.zeros(kept.shape, dtype=bool)
-    else:
-        assert random_bits is not None
-        up = random_bits.reshape(-1).astype(np.int64) < _floor_of_fraction(rest, drop, bit_count)
-    # Codes count magnitudes in order: a carry out of the mantissa is the next binade's first code.
-    magnitude = ((binade - fmt.min_exponent) << fmt.mantissa_bits) + kept + up
-
-    finite = fmt.max_code if rounding == "toward_zero" else _beyond(fmt, policy, policy.finite)
-    magnitude = np.where(magnitude > fmt.max_code, finite, magnitude)
-    magnitude = np.where(infinite, _beyond(fmt, policy, policy.infinity), magnitude)
-    magnitude = np.where(nan, _nan_magnitude(fmt, policy), magnitude)
-
-    is_nan = nan | (magnitude == _nan_magnitude(fmt, policy))
-    unsigned = is_nan if policy.nan_sign == "positive" or not fmt.has_negative_zero else False
-    if not fmt.has_negative_zero:
-        unsigned = unsigned | (magnitude == 0)
-    codes = np.where(unsigned, magnitude, magnitude | sign)
-    return codes.astype(np.uint8)
-
-
-def _floor_of_fraction(
-    rest: npt.NDArray[np.int64], drop: npt.NDArray[np.int64], bit_count: int
-) -> npt.NDArray[np.int64]:
-    """floor(rest / 2**drop * 2**bit_count), exact. `rest` is below 2**53 and below 2**drop."""
-    right = np.clip(drop - bit_count, 0, 63)
-    left = np.clip(bit_count - drop, 0, 63)  # drop is at least 47, so only for few kept bits
-    return (rest >> right) << left
-
-
-def _nan_magnitude(fmt: Float8Format, policy: OverflowPolicy) -> int:
-    if policy.nan_code == "quiet" and fmt.nan == "ieee":
-        return fmt.max_code + 1 + (1 << (fmt.mantissa_bits - 1))
-    return fmt.nan_code
-
-
-def _beyond(fmt: Float8Format, policy: OverflowPolicy, choice: str) -> int:
-    """The code, without its sign, of what is past the largest finite value."""
-    if choice == "max_finite":
-        return fmt.max_code
-    infinity = fmt.infinity_code
-    return _nan_magnitude(fmt, policy) if infinity is None else infinity
+    return by_bits

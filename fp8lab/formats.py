@@ -79,8 +79,7 @@ class FloatFormat:
         464 for E4M3, 61440 for E5M2. The edge itself is a tie, which goes to the even code: it is
         an overflow exactly where `max_code` is odd.
         """
-        below = self.value_of_magnitude(self.max_code - 1)
-        return self.max_finite + (self.max_finite - below) / 2
+        return (self.max_finite + self.value_of_magnitude(self.max_code + 1)) / 2
 
     @property
     def min_exponent(self) -> int:
@@ -129,7 +128,8 @@ class FloatFormat:
         """The value of a finite code without its sign bit, exact in a Python float.
 
         Args:
-            magnitude: The exponent and mantissa fields as one integer, 0 to `max_code`.
+            magnitude: The exponent and mantissa fields as one integer, 0 to `max_code`; one more
+                gives the value that would come next if the format went on.
         """
         field, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
         if field == 0 and self.has_subnormals:
@@ -164,7 +164,11 @@ TARGETS: dict[str, FloatFormat] = {**FORMATS, BFLOAT16.name: BFLOAT16, FLOAT16.n
 
 
 def format_named(name: str) -> Float8Format:
-    """The format of that name, or a ValueError that lists the names there are."""
+    """The FP8 format of that name, or a ValueError that lists the names there are.
+
+    >>> format_named("E5M2").max_finite
+    57344.0
+    """
     try:
         return FORMATS[name]
     except (KeyError, TypeError):
@@ -250,6 +254,9 @@ def overflow_policy(
 
     Raises:
         ValueError: The name is unknown, or it stands for several policies and `fmt` is not given.
+
+    >>> [overflow_policy("torch_2_13_cpu", fmt).finite for fmt in (E4M3, E5M2)]
+    ['max_finite', 'infinity_or_nan']
     """
     if isinstance(overflow, OverflowPolicy):
         return overflow
