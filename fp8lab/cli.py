@@ -1,4 +1,4 @@
-"""The command line: `fp8lab sweep | train | plot | info`.
+"""The command line: `fp8lab sweep | train | plot | explain | verify | info`.
 
 A user's mistake ends in one line and exit code 2. Ctrl-C ends with 130 and says how to go on. Heavy
 modules are imported by the command that needs them, so that `--help` and a mistake are quick.
@@ -59,7 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_train(commands)
     _add_plot(commands)
+    _add_explain(commands)
+    _add_verify(commands)
     info = commands.add_parser("info", help="versions, devices and formats")
+    info.add_argument(
+        "--formats", action="store_true", help="only the formats and the overflow policies"
+    )
     info.set_defaults(run=_info, after_interrupt="")
     return parser
 
@@ -147,6 +152,46 @@ def _add_plot(commands: Any) -> None:
     )
     plot.add_argument("--figure", type=Path, metavar="FILE", help="(default: beside the rows)")
     plot.set_defaults(run=_plot, after_interrupt="")
+
+
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="why a value becomes the code it does",
+        description="Show a value's neighbours in a format, the midpoint between them, which way"
+        " each rounding goes and why, and the code under each overflow policy.",
+    )
+    explain.add_argument(
+        "value",
+        metavar="VALUE",
+        help="a number, inf, nan, or bits such as 0x42FC7A2A; after -- where it begins with -",
+    )
+    explain.add_argument("--format", default="E4M3", metavar="NAME", help="(default E4M3)")
+    explain.add_argument("--scale", type=float, metavar="S", help="multiplies the value first")
+    explain.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "float64", "float16", "bfloat16"),
+        help="the type of VALUE (default float32)",
+    )
+    explain.set_defaults(run=_explain, after_interrupt="")
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare the casts' fast forms with each other and with other libraries",
+        description="Cast float32 bit patterns to E4M3 and E5M2 in every fast form, with ml_dtypes"
+        " and with torch, and compare the codes. Exit code 1 when any differs.",
+    )
+    share = verify.add_mutually_exclusive_group()
+    share.add_argument("--exhaustive", action="store_true", help="all 2**32 patterns (minutes)")
+    share.add_argument(
+        "--sample", type=int, default=1 << 24, metavar="N", help="this many (default 2**24)"
+    )
+    verify.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    verify.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON, too")
+    verify.set_defaults(run=_verify, after_interrupt="Nothing was written.")
 
 
 def _training_config(given: argparse.Namespace, recipe: Recipe, seed: int) -> TrainingConfig:
@@ -272,7 +317,44 @@ def _plot(given: argparse.Namespace) -> int:
     return 0
 
 
+def _explain(given: argparse.Namespace) -> int:
+    from fp8lab.explain import explain, target_named
+
+    fmt = target_named(given.format)
+    print(explain(given.value, fmt, scale=given.scale, dtype=given.dtype))
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from fp8lab.records import to_json, write_atomically
+    from fp8lab.verify import verify
+
+    out: Path | None = given.out
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"--out is {out}, but {out.parent} is not a folder")
+    share = "--exhaustive" if given.exhaustive else f"--sample {given.sample}"
+    command = f"fp8lab verify {share} --jobs {given.jobs}"
+    row = verify(None if given.exhaustive else given.sample, given.jobs, command=command)
+    failed = [check for check in row["checks"] if check["differences"]]
+    for check in row["checks"]:
+        print(f"{check['format']}  {check['check']}: {check['differences']} differ")
+    for reason in row["skipped"]:
+        print(f"skipped: {reason}")
+    for check in failed:
+        print(check["first"])
+    print(f"{row['patterns']} patterns in {row['seconds']} s")
+    if out is not None:
+        write_atomically(out, to_json(row, indent=2) + "\n")
+        print(f"result: {out}")
+    return 1 if failed else 0
+
+
 def _info(given: argparse.Namespace) -> int:
+    if given.formats:
+        from fp8lab.numerics_tables import choices_table, formats_table, policies_table
+
+        print("\n\n".join((formats_table(), choices_table(), policies_table())))
+        return 0
     from fp8lab.records import environment
 
     device = "cpu"
