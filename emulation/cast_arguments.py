@@ -67,6 +67,11 @@ def checked_random_bits(
     bits = np.asarray(random_bits)
     if bits.dtype.kind != "u":
         raise TypeError(f"random_bits have dtype {bits.dtype}; accepted: unsigned integers")
+    if 8 * bits.dtype.itemsize < bit_count:
+        raise ValueError(
+            f"random_bits have dtype {bits.dtype}, but bit_count is {bit_count}; accepted: at most"
+            " as many bits as the dtype has"
+        )
     if bits.shape != shape:
         raise ValueError(f"random_bits have shape {bits.shape}; x has {shape}: they must be equal")
     return bits.astype(np.uint32) & np.uint32((1 << bit_count) - 1)

@@ -16,11 +16,13 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.sweep import collect_rows
+from fp8lab.experiments.sweep import check_identity, collect_rows
 from fp8lab.records import Row, number, read_rows, to_json, write_atomically
 
 # Okabe and Ito's colours: told apart by colour-blind readers too. BF16 is black.
 COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
+LINES = ("-", "--", ":", "-.")  # when the colours are used up
+SUFFIXES = (".png", ".pdf", ".svg")
 WATCHED = "blocks.0.down.grad_output"
 SHOWN_AT_LEAST = 1e-7  # a share of 0 has no place on a logarithmic axis
 
@@ -42,14 +44,18 @@ def draw(source: Path, figure: Path) -> Path:
     Raises:
         UserError: No rows there, or a suffix that matplotlib does not know.
     """
+    check_figure(figure, source)
     rows = collect_rows(source) if source.is_dir() else read_rows(source)
     if not rows or "sweep" not in rows[0]:
         raise UserError(
             f"{source} holds no sweep's rows (its first row must say what the sweep is)"
         )
     identity, metrics = rows[0]["sweep"], rows[1:]
+    check_identity(identity, str(source))
     if not metrics:
         raise UserError(f"no run of {source} is finished; there is nothing to draw yet")
+    if not all({"policy", "seed", "step", "loss"} <= set(row) for row in metrics):
+        raise UserError(f"{source} is damaged: a row lacks policy, seed, step or loss")
     figure.parent.mkdir(parents=True, exist_ok=True)
     _draw(identity, metrics, figure)
     beside = figure.with_suffix(".jsonl")
@@ -58,45 +64,67 @@ def draw(source: Path, figure: Path) -> Path:
     return beside
 
 
+def check_figure(figure: Path, source: Path) -> None:
+    """Refuse a figure that could not be drawn, or would overwrite what is no figure of a sweep.
+
+    Raises:
+        UserError: An unknown suffix, a folder, or rows of something else beside it.
+    """
+    if figure.suffix not in SUFFIXES:
+        raise UserError(f"the figure is {str(figure)!r}; accepted: a file in {', '.join(SUFFIXES)}")
+    beside = figure.with_suffix(".jsonl")
+    for path in (figure, beside):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; name another --figure")
+    if figure.resolve() == source.resolve():
+        raise UserError(f"the figure would overwrite its rows, {source}; name another --figure")
+    if beside.exists() and beside.resolve() != source.resolve():
+        with beside.open("rb") as file:
+            if not file.readline().startswith(b'{"sweep":'):
+                raise UserError(f"{beside} holds something else; name another --figure")
+
+
 def _draw(identity: dict[str, Any], rows: list[Row], figure: Path) -> None:
     policies = [p for p in identity["policies"] if any(row["policy"] == p for row in rows)]
     picture, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
     panels: list[tuple[Axes, str, Callable[[Row], float | None], bool]] = [
         (axes[0, 0], "training loss (nats a byte)", lambda row: number(row["loss"]), False),
         (axes[0, 1], "validation loss (nats a byte)", _validation, False),
-        (axes[0, 2], "overflow: share of elements clipped (0 at the bottom)", _share("overflow"), True),
+        (axes[0, 2], "overflow: share clipped (0 at 1e-7)", _share("overflow"), True),
         (axes[1, 0], f"amax of {WATCHED}", _watched("amax"), True),
         (axes[1, 1], f"scale of {WATCHED}", _watched("scale"), True),
-        (axes[1, 2], "underflow: share of non-zeros lost (0 at the bottom)", _share("underflow"), True),
+        (axes[1, 2], "underflow: share of non-zeros lost (0 at 1e-7)", _share("underflow"), True),
     ]
     for axis, title, value, logarithmic in panels:
         for place, policy in enumerate(policies):
             chosen = [row for row in rows if row["policy"] == policy]
-            _band(axis, _curve(chosen, value), COLOURS[place % len(COLOURS)], policy)
+            colour = COLOURS[place % len(COLOURS)]
+            line = LINES[place // len(COLOURS) % len(LINES)]
+            _band(axis, _curve(chosen, value), colour, line, policy)
         if logarithmic:
             axis.set_yscale("log")
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=11)
+    longest = max(len(label) for label in labels)
+    columns = max(1, min(len(labels), 120 // (longest + 6)))
+    picture.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=11)
     seeds = identity["seeds"]
     picture.suptitle(
         f"Scaling policies on {identity['corpus']['name']}: mean over {seeds} seeds, bands from the"
         " smallest to the largest",
         fontsize=13,
+        parse_math=False,  # a file's name may hold a dollar sign
     )
+    # Without the date, version and random names that matplotlib writes, the same rows give the same
+    # file.
+    unsaid = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[figure.suffix]
     try:
-        # Without the date and the version that matplotlib writes, the same rows give the same file.
-        picture.savefig(figure, dpi=110, metadata={"Software": None} if _is_png(figure) else None)
-    except ValueError as error:
-        raise UserError(f"cannot draw {figure}: {error}") from None
+        with plt.rc_context({"svg.hashsalt": "fp8lab"}):
+            picture.savefig(figure, dpi=110, metadata={unsaid: None})
     finally:
         plt.close(picture)
-
-
-def _is_png(figure: Path) -> bool:
-    return figure.suffix.lower() == ".png"
 
 
 def _curve(rows: list[Row], value: Callable[[Row], float | None]) -> Curve:
@@ -108,11 +136,11 @@ def _curve(rows: list[Row], value: Callable[[Row], float | None]) -> Curve:
     return curve
 
 
-def _band(axis: Axes, curve: Curve, colour: str, label: str) -> None:
+def _band(axis: Axes, curve: Curve, colour: str, line: str, label: str) -> None:
     steps = sorted(curve)
     means = [float(np.mean(curve[step])) for step in steps]
     marker = "o" if len(steps) < 4 else None  # a line of one point would not be seen
-    axis.plot(steps, means, color=colour, label=label, linewidth=1.6, marker=marker)
+    axis.plot(steps, means, color=colour, linestyle=line, label=label, linewidth=1.6, marker=marker)
     low = [min(curve[step]) for step in steps]
     high = [max(curve[step]) for step in steps]
     axis.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)

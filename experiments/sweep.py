@@ -4,9 +4,10 @@ A sweep's folder:
 
     sweep.json                      what the sweep is: policies, seeds, training settings, corpus
     runs/POLICY/seed-S/             one finished run (config, environment, metrics, result)
-    runs/POLICY/seed-S.partial/     one that was cut short; the next start does it anew
+    runs/POLICY/seed-S.partial-PID/ one under way, or cut short; the next start removes it
     failed/POLICY-seed-S.txt        the traceback of one that failed
     summary.json                    the table
+    .lock                           held by the process that works on this sweep
 
 A run's folder gets its final name in one step when the run is complete, so a finished run is whole
 and is never done twice.
@@ -14,17 +15,23 @@ and is never done twice.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import multiprocessing
-import re
+import os
 import shutil
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import joblib
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 from tqdm import tqdm
 
 from fp8lab.data import Corpus, load_corpus
@@ -34,6 +41,7 @@ from fp8lab.records import (
     Row,
     RunRecorder,
     read_rows,
+    read_table,
     to_json,
     without_time,
     write_atomically,
@@ -67,8 +75,8 @@ class SweepConfig:
     text: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise UserError(f"seeds is {self.seeds}; accepted: 1 and up")
+        if not 1 <= self.seeds <= 10_000:
+            raise UserError(f"seeds is {self.seeds}; accepted: 1 to 10000")
         if not self.policies:
             raise UserError("no policies; name at least one")
         repeated = sorted({p for p in self.policies if self.policies.count(p) > 1})
@@ -106,7 +114,8 @@ def run_sweep(config: SweepConfig, out: Path, *, jobs: int = -1) -> dict[str, An
         jobs: Runs at a time; -1 takes one a core.
 
     Raises:
-        UserError: The folder holds something else, the device is missing, the corpus too short.
+        UserError: The folder holds something else or another process works on it, a run in it is
+            damaged, the device is missing, the corpus too short, or a worker was killed.
     """
     if jobs == 0 or jobs < -1:
         raise UserError(f"jobs is {jobs}; accepted: 1 and up, or -1 for one a core")
@@ -114,17 +123,20 @@ def run_sweep(config: SweepConfig, out: Path, *, jobs: int = -1) -> dict[str, An
     corpus = load_corpus(config.text)
     corpus.check_context(config.training.model.context)
     _claim(out, json.loads(to_json(config.identity(corpus))))
-    pending = [run for run in config.runs() if not run_folder(out, run).exists()]
-    total = len(config.runs())
-    if len(pending) < total:
-        tqdm.write(f"{total - len(pending)} of {total} runs are done already")
-    _run_all(pending, out, config.text, jobs, total)
-    return summarize(out)
+    with _locked(out):
+        for leftover in out.glob("runs/*/seed-*.partial-*"):
+            shutil.rmtree(leftover)
+        runs = config.runs()
+        pending = [run for run in runs if _finished_run(out, run.recipe.name, run.seed) is None]
+        if len(pending) < len(runs):
+            tqdm.write(f"{len(runs) - len(pending)} of {len(runs)} runs are done already")
+        _run_all(pending, out, config.text, jobs, len(runs))
+        return summarize(out)
 
 
-def run_folder(out: Path, run: TrainingConfig) -> Path:
+def run_folder(out: Path, policy: str, seed: int) -> Path:
     """Where a finished run lies."""
-    return out / "runs" / _slug(run.recipe.name) / f"seed-{run.seed}"
+    return out / "runs" / _folder_name(policy) / f"seed-{seed}"
 
 
 def summarize(out: Path) -> dict[str, Any]:
@@ -137,9 +149,9 @@ def summarize(out: Path) -> dict[str, Any]:
     policies: dict[str, Any] = {}
     for policy in identity["policies"]:
         results = {
-            seed: json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            seed: run["result"]
             for seed in range(identity["seeds"])
-            if (folder := out / "runs" / _slug(policy) / f"seed-{seed}").exists()
+            if (run := _finished_run(out, policy, seed)) is not None
         }
         if results:
             policies[policy] = _policy_summary(results)
@@ -152,7 +164,12 @@ def summarize(out: Path) -> dict[str, Any]:
             entry["above_bf16"] = above
             if baseline["seed_spread"] > 0:
                 entry["above_bf16_in_spreads"] = above / baseline["seed_spread"]
-    failed = sorted(path.stem for path in (out / "failed").glob("*.txt"))
+    failed = [
+        f"{policy} seed {seed}"
+        for policy in identity["policies"]
+        for seed in range(identity["seeds"])
+        if not run_folder(out, policy, seed).exists() and _failure(out, policy, seed).exists()
+    ]
     summary = {"policies": policies, "failed": failed}
     write_atomically(out / "summary.json", to_json(summary, indent=2) + "\n")
     return summary
@@ -164,13 +181,26 @@ def read_identity(out: Path) -> dict[str, Any]:
     Raises:
         UserError: The folder holds no sweep.
     """
-    try:
-        identity: dict[str, Any] = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise UserError(f"{out} holds no sweep (there is no sweep.json in it)") from None
-    except json.JSONDecodeError:
-        raise UserError(f"{out / 'sweep.json'} is not JSON; choose another folder") from None
+    path = out / "sweep.json"
+    if not path.exists():
+        raise UserError(f"{out} holds no sweep (no sweep.json is in it); choose another folder")
+    identity = read_table(path)
+    check_identity(identity, str(path))
     return identity
+
+
+def check_identity(identity: Any, source: str) -> None:
+    """Refuse what does not describe a sweep: a list of policies, a number of seeds, a corpus."""
+    usable = (
+        isinstance(identity, dict)
+        and isinstance(identity.get("policies"), list)
+        and all(isinstance(policy, str) for policy in identity["policies"])
+        and isinstance(identity.get("seeds"), int)
+        and isinstance(identity.get("corpus"), dict)
+        and isinstance(identity["corpus"].get("name"), str)
+    )
+    if not usable:
+        raise UserError(f"{source} is damaged: it does not describe a sweep")
 
 
 def collect_rows(out: Path) -> list[Row]:
@@ -183,15 +213,35 @@ def collect_rows(out: Path) -> list[Row]:
     environments: list[Any] = []
     for policy in identity["policies"]:
         for seed in range(identity["seeds"]):
-            folder = out / "runs" / _slug(policy) / f"seed-{seed}"
-            if not folder.exists():
+            run = _finished_run(out, policy, seed)
+            if run is None:
                 continue
-            found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-            if found not in environments:
-                environments.append(found)
-            for row in read_rows(folder / "metrics.jsonl"):
+            if run["environment"] not in environments:
+                environments.append(run["environment"])
+            for row in run["rows"]:
                 rows.append({"policy": policy, "seed": seed, **without_time(row)})
     return [{"sweep": identity, "environments": environments}, *rows]
+
+
+def _finished_run(out: Path, policy: str, seed: int) -> dict[str, Any] | None:
+    """The result, environment and rows of a finished run; None where it is not finished.
+
+    Raises:
+        UserError: It counts as finished, but is not whole.
+    """
+    folder = run_folder(out, policy, seed)
+    if not folder.exists():
+        return None
+    try:
+        result = read_table(folder / "result.json")
+        rows = read_rows(folder / "metrics.jsonl")
+        environment = read_table(folder / "environment.json")
+    except UserError as error:
+        raise UserError(f"{error}; remove {folder}, and the run will be done again") from None
+    whole = {"steps", "loss", "validation_loss", "diverged", "overflow", "underflow"} <= set(result)
+    if not whole or [row.get("step") for row in rows] != list(range(1, result["steps"] + 1)):
+        raise UserError(f"the run in {folder} is not whole; remove the folder to do it again")
+    return {"result": result, "environment": environment, "rows": rows}
 
 
 def _policy_summary(results: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -210,13 +260,13 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     """Make the folder this sweep's, or refuse it."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; name a folder for the sweep")
-    if out.is_dir() and any(out.iterdir()):
+    # Hidden files are no content: an operating system's own, or our lock.
+    if out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
         found = read_identity(out)
         if found != identity:
             differs = ", ".join(key for key in identity if found.get(key) != identity[key])
             raise UserError(
-                f"{out} holds another sweep (different {differs}); choose another --out, or remove"
-                " the folder"
+                f"{out} holds another sweep (different {differs}); choose another --out"
             )
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -227,28 +277,59 @@ def _run_all(
     pending: list[TrainingConfig], out: Path, text: Path | None, jobs: int, total: int
 ) -> None:
     done = total - len(pending)
+    parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
     with tqdm(total=total, initial=done, unit="run", desc="sweep", smoothing=0) as bar:
-        parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
-        for finished in parallel(joblib.delayed(_run_one)(run, out, text) for run in pending):
-            bar.set_postfix_str(finished)
-            bar.update()
+        # Ctrl-C reaches the whole group; the parent alone answers it, and ends the others. Workers
+        # inherit that they ignore it, so that none is caught while it still imports.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            tasks = parallel(
+                joblib.delayed(_run_one)(run, out, text, os.getpid()) for run in pending
+            )
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        try:
+            for finished in tasks:
+                bar.set_postfix_str(finished)
+                bar.update()
+        except TerminatedWorkerError:
+            raise UserError(
+                "a run's process was killed (out of memory?); finished runs are kept: give the same"
+                " command again, with a smaller --jobs"
+            ) from None
 
 
-def _run_one(run: TrainingConfig, out: Path, text: Path | None) -> str:
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the folder for this process; the system lets go of it however the process ends."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process works on the sweep in {out}; wait for it, or choose another --out"
+            ) from None
+        yield
+
+
+def _failure(out: Path, policy: str, seed: int) -> Path:
+    return out / "failed" / f"{_folder_name(policy)}-seed-{seed}.txt"
+
+
+def _run_one(run: TrainingConfig, out: Path, text: Path | None, parent: int) -> str:
     """One run, in a process of its own unless jobs is 1. Returns a word about how it went."""
-    if multiprocessing.current_process().name != "MainProcess":
-        # Ctrl-C reaches the whole group; the parent alone answers it, and ends the others.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    final = run_folder(out, run)
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    failure = out / "failed" / f"{_slug(run.recipe.name)}-seed-{run.seed}.txt"
+    final = run_folder(out, run.recipe.name, run.seed)
+    partial = final.with_name(f"{final.name}.partial-{os.getpid()}")
+    failure = _failure(out, run.recipe.name, run.seed)
     failure.unlink(missing_ok=True)
     name = f"{run.recipe.name} seed {run.seed}"
+    worker = multiprocessing.current_process().name != "MainProcess"
     try:
         rows = []
         with RunRecorder(partial, run.to_dict(), run.device) as recorder:
             for row in training_rows(run, load_corpus(text)):
+                if worker and os.getppid() != parent:
+                    os._exit(1)  # nobody waits any more, and nobody holds the lock
                 recorder.add(row)
                 rows.append(row)
             result = summary_of(rows)
@@ -261,6 +342,9 @@ def _run_one(run: TrainingConfig, out: Path, text: Path | None) -> str:
     return f"{name}: {result['validation_loss']:.3f}"
 
 
-def _slug(policy: str) -> str:
-    """A policy's name as a folder's: everything but letters, digits, dots and _ becomes -."""
-    return re.sub(r"[^A-Za-z0-9._]", "-", policy)
+def _folder_name(policy: str) -> str:
+    """A policy's name as a folder's: no two policies share one, and none is too long."""
+    name = quote(policy, safe="=:+")
+    if len(name) <= 100:
+        return name
+    return f"{name[:60]}-{hashlib.sha256(policy.encode()).hexdigest()[:16]}"

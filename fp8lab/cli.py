@@ -12,8 +12,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8lab import __version__
 from fp8lab.errors import UserError
@@ -26,34 +27,50 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a path may hold what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
     given = parser.parse_args(arguments)
     try:
         code: int = given.run(given)
     except UserError as error:
-        print(f"fp8lab {given.command}: {error}", file=sys.stderr)
-        return 2
+        return _mistake(given, str(error))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "fp8lab":
             raise
-        print(
-            f"fp8lab {given.command}: {error.name} is not installed; install"
-            ' "fp8lab[kernels,experiments]"',
-            file=sys.stderr,
+        extras = "fp8lab[kernels,experiments]"
+        return _mistake(
+            given, f'{error.name} is not installed; install "{extras}" (in a checkout: make sweep)'
         )
-        return 2
     except KeyboardInterrupt:
         print(f"\nfp8lab {given.command}: interrupted. {given.after_interrupt}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as in `fp8lab info | head -1`
         sys.stderr.close()
         return 141
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return _mistake(given, f"{place}{error.strerror or error}; nothing finished is lost")
     return code
+
+
+def _mistake(given: argparse.Namespace, message: str) -> int:
+    """Say in one line what is wrong."""
+    print(f"fp8lab {given.command}: {' '.join(message.splitlines())}", file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's parser, but a mistake is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.splitlines())} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="fp8lab", description="A laboratory for FP8 training.")
+    parser = _Parser(prog="fp8lab", description="A laboratory for FP8 training.")
     parser.add_argument("--version", action="version", version=f"fp8lab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_sweep(commands)
@@ -97,9 +114,8 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument(
         "--figure",
         type=Path,
-        default=Path("figures/sweep.png"),
         metavar="FILE",
-        help="the figure; its rows go beside it (default figures/sweep.png)",
+        help="the figure; its rows go beside it (default: in figures/, named as --out)",
     )
     sweep.set_defaults(
         run=_sweep, after_interrupt="Finished runs are kept; give the same command to go on."
@@ -209,28 +225,26 @@ def _given(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _sweep(given: argparse.Namespace) -> int:
+    from fp8lab.experiments.plot import check_figure, draw
     from fp8lab.experiments.sweep import DEFAULT_POLICIES, SweepConfig, run_sweep
 
+    figure = given.figure
+    if figure is None:
+        figure = Path("figures") / f"{given.out.resolve().name}.png"
+    check_figure(figure, given.out)
     policies = DEFAULT_POLICIES
     if given.policies is not None:
         policies = tuple(part.strip() for part in given.policies.split(",") if part.strip())
     training = _training_config(given, recipe_named("bf16"), 0)
     config = SweepConfig(policies, **_given(given, ("seeds", "text")), training=training)
     summary = run_sweep(config, given.out, jobs=given.jobs)
+    rows = draw(given.out, figure) if summary["policies"] else None
     print(_table(summary))
-    if not summary["policies"]:
-        print(f"fp8lab sweep: every run failed; see {given.out / 'failed'}", file=sys.stderr)
-        return 1
-
-    from fp8lab.experiments.plot import draw
-
-    rows = draw(given.out, given.figure)
-    print(f"\nfigure: {given.figure}\nits rows: {rows}\nruns: {given.out}")
+    if rows is not None:
+        print(f"\nfigure: {figure}\nits rows: {rows}\nruns: {given.out}")
     if summary["failed"]:
-        print(
-            f"fp8lab sweep: failed: {', '.join(summary['failed'])}; see {given.out / 'failed'}",
-            file=sys.stderr,
-        )
+        names = ", ".join(summary["failed"])
+        print(f"fp8lab sweep: failed: {names}; see {given.out / 'failed'}", file=sys.stderr)
         return 1
     return 0
 
@@ -275,7 +289,7 @@ def _train(given: argparse.Namespace) -> int:
     corpus = load_corpus(given.text)
     corpus.check_context(config.model.context)
     if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
-        raise UserError(f"{given.out} exists and is not empty; choose another --out, or remove it")
+        raise UserError(f"{given.out} exists and is not empty; choose another --out")
     rows = []
     described = {**config.to_dict(), "corpus": {"name": corpus.name, "sha256": corpus.sha256}}
     with (
@@ -297,6 +311,10 @@ def _recipe(name: str) -> Recipe:
     readers = {".json": recipe_from_json, ".toml": recipe_from_toml}
     path = Path(name)
     if path.suffix not in readers:
+        if path.is_file():
+            raise UserError(
+                f"recipe {name} is a file; accepted: files in .json or .toml, or a name"
+            )
         return recipe_named(name)
     try:
         text = path.read_text(encoding="utf-8")

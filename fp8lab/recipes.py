@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from fp8lab.errors import UserError
-from fp8lab.formats import E4M3, E5M2, Float8Format, format_named
+from fp8lab.formats import E4M3, E5M2, FORMATS, Float8Format, format_named
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -36,7 +36,13 @@ def _is_number(value: Any) -> bool:
 
 def _require(ok: bool, kind: str, key: str, value: Any, accepted: str) -> None:
     if not ok:
-        raise RecipeError(f"{kind} scaling: {key} is {value!r}; accepted: {accepted}")
+        shown = _shortened(value) if isinstance(value, str) else value
+        raise RecipeError(f"{kind} scaling: {key} is {shown!r}; accepted: {accepted}")
+
+
+def _shortened(text: str) -> str:
+    """At most 80 characters: a message is one line that can be read."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _check_margin(kind: str, margin: Any) -> None:
@@ -163,14 +169,9 @@ class Operand:
     scaling: Scaling = field(default_factory=CurrentScaling)
 
     def __post_init__(self) -> None:
-        try:
-            usable = format_named(self.format).has_subnormals
-        except ValueError as error:
-            raise RecipeError(str(error)) from None
-        if not usable:
-            raise RecipeError(
-                f"format {self.format!r} holds scales, not values; accepted: E4M3, E5M2"
-            )
+        formats = [name for name, fmt in FORMATS.items() if fmt.has_subnormals]
+        if self.format not in formats:
+            raise RecipeError(f"format is {self.format!r}; accepted: {', '.join(formats)}")
         if not isinstance(self.scaling, tuple(SCALINGS.values())):
             accepted = ", ".join(c.__name__ for c in SCALINGS.values())
             raise RecipeError(f"scaling is {self.scaling!r}; accepted: {accepted}")
@@ -251,7 +252,7 @@ def recipe_named(spec: str) -> Recipe:
     preset, *settings = spec.split(":")
     if preset not in PRESETS:
         raise RecipeError(
-            f"unknown policy {preset!r}; accepted: {', '.join(PRESETS)}"
+            f"unknown policy {_shortened(preset)!r}; accepted: {', '.join(PRESETS)}"
             " (settings follow after colons: delayed:history=64:margin=1)"
         )
     recipe = replace(PRESETS[preset](), name=spec)
@@ -262,11 +263,14 @@ def recipe_named(spec: str) -> Recipe:
         role, dot, name = key.rpartition(".")
         if dot:
             recipe.operand(role)  # refuses an unknown one
+        if name == "kind":
+            raise RecipeError(f"policy {spec!r}: the kind follows from the preset {preset!r}")
         for target in (role,) if dot else OPERANDS:
             operand = recipe.operand(target)
             changed = _operand_dict(operand)
             changed["scaling"][name] = _parsed(text)
-            changes: dict[str, Any] = {target: _operand_from(changed, f"policy {spec!r}")}
+            source = f"policy {_shortened(spec)!r}"
+            changes: dict[str, Any] = {target: _operand_from(changed, source)}
             recipe = replace(recipe, **changes)
     return recipe
 
@@ -291,7 +295,7 @@ def recipe_from_json(text: str, *, source: str = "recipe") -> Recipe:
     """Read a recipe from JSON."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{source} is not JSON: {error}") from None
     return recipe_from_dict(_as_table(data, source), source=source)
 
@@ -300,7 +304,7 @@ def recipe_from_toml(text: str, *, source: str = "recipe") -> Recipe:
     """Read a recipe from TOML."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{source} is not TOML: {error}") from None
     return recipe_from_dict(data, source=source)
 
@@ -343,6 +347,6 @@ def _parsed(text: str) -> Any:
     """A command line's value: a JSON number or boolean, otherwise the text itself."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also a number of more digits than Python reads
         return text
     return value if isinstance(value, int | float | bool) else text

@@ -54,13 +54,33 @@ def read_rows(path: Path) -> list[Row]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"cannot read rows from {path}: {error.strerror}") from None
-    rows = []
-    for place, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            raise UserError(f"{path}, line {place}, is not JSON; was the run cut short?") from None
-    return rows
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text, so it holds no rows") from None
+    return [_table(line, f"{path}, line {place},") for place, line in enumerate(lines, start=1)]
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """One JSON object from a file.
+
+    Raises:
+        UserError: The file is missing, or holds anything else.
+    """
+    try:
+        return _table(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is damaged: it is not UTF-8 text") from None
+
+
+def _table(text: str, source: str) -> dict[str, Any]:
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{source} is damaged: it is not JSON") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{source} is damaged: it holds no JSON object")
+    return table
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -109,6 +129,7 @@ class RunRecorder:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Say how the run ended; a folder with this file is complete."""
+        os.fsync(self._rows.fileno())  # the result must not reach the disk before its rows
         seconds = round(time.perf_counter() - self._started, 4)
         whole = {**result, "time": {"seconds": seconds}}
         write_atomically(self.folder / "result.json", to_json(whole, indent=2) + "\n")

@@ -20,6 +20,15 @@ from fp8lab.optimizer import AdamW
 from fp8lab.recipes import Recipe
 from fp8lab.records import Row, short_float32
 
+_RANGES = {
+    "seed": (0, 2**63 - 1),  # what torch's generators take
+    "steps": (1, 10**9),
+    "batch": (1, 65536),
+    "observe_every": (1, 10**9),
+    "validate_every": (1, 10**9),
+    "validation_count": (1, 10**6),
+}
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -60,12 +69,10 @@ class TrainingConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        positive = ("steps", "batch", "observe_every", "validate_every", "validation_count")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; accepted: 1 and up")
-        if self.seed < 0:
-            raise UserError(f"seed is {self.seed}; accepted: 0 and up")
+        for name, (smallest, largest) in _RANGES.items():
+            value = getattr(self, name)
+            if not smallest <= value <= largest:
+                raise UserError(f"{name} is {value}; accepted: {smallest} to {largest}")
         if self.device not in ("cpu", "cuda"):
             raise UserError(f"device is {self.device!r}; accepted: cpu, cuda")
 

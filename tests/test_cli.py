@@ -115,7 +115,7 @@ def test_an_interrupted_sweep_goes_on(jobs: int, tmp_path: Path) -> None:
     )  # fmt: skip
     runs = broken / "runs"
     deadline = time.monotonic() + 120
-    while not (results_of(runs) and list(runs.glob("runs/*/*.partial/metrics.jsonl"))):
+    while not (results_of(runs) and list(runs.glob("runs/*/*.partial-*/metrics.jsonl"))):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -131,7 +131,7 @@ def test_an_interrupted_sweep_goes_on(jobs: int, tmp_path: Path) -> None:
     after = results_of(runs)
     assert {path: after[path] for path in finished} == finished
     assert rows_of(runs) == rows_of(straight / "runs")
-    assert not list(runs.glob("runs/*/*.partial"))
+    assert not list(runs.glob("runs/*/*.partial-*"))
 
 
 def test_a_run_that_fails_is_reported_and_the_others_go_on(
@@ -147,13 +147,125 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(
     capsys.readouterr()
     assert main(arguments) == 1
     shown = capsys.readouterr()
-    assert "failed: static-seed-0" in shown.err
+    assert "failed: static seed 0" in shown.err
     assert "bf16" in shown.out
     assert "NotADirectoryError" in (runs / "failed" / "static-seed-0.txt").read_text()
 
     (runs / "runs" / "static").unlink()
     assert main(arguments) == 0
     assert not list((runs / "failed").iterdir())
+
+
+def test_policies_never_share_a_folder(tmp_path: Path) -> None:
+    arguments = sweep_arguments(tmp_path, seeds=1)
+    arguments[2] = "static:scale=1e+3,static:scale=1e-3," + "static" + ":scale=1" * 60
+    assert main(arguments) == 0
+    assert len(rows_of(tmp_path / "runs")) == 3
+
+
+def test_one_process_at_a_time_and_none_outlives_its_parent(tmp_path: Path) -> None:
+    arguments = sweep_arguments(tmp_path, steps=400, jobs=2)
+    command = [sys.executable, "-m", "fp8lab", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    runs = tmp_path / "runs"
+    deadline = time.monotonic() + 120
+    while not list(runs.glob("runs/*/*.partial-*/metrics.jsonl")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    second = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert second.returncode == 2
+    assert "another process works on the sweep" in second.stderr
+
+    process.kill()  # the parent alone
+    process.wait()
+    partial = [path.parent.name for path in runs.glob("runs/*/*.partial-*/metrics.jsonl")]
+    workers = [int(name.rpartition("-")[2]) for name in partial]
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for path in runs.glob("runs/*/seed-?/metrics.jsonl"):
+        assert len(read_rows(path)) == 400
+
+
+@pytest.fixture(scope="module")
+def small_sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished sweep of one seed."""
+    folder = tmp_path_factory.mktemp("sweep")
+    assert main(sweep_arguments(folder, seeds=1)) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("sweep.json", b"[]"),
+        ("sweep.json", b"{}"),
+        ("sweep.json", b"\xff"),
+        ("runs/bf16/seed-0/result.json", b""),
+        ("runs/bf16/seed-0/result.json", b"{}"),
+        ("runs/bf16/seed-0/environment.json", b"1"),
+        ("runs/bf16/seed-0/metrics.jsonl", b""),
+        ("runs/bf16/seed-0/metrics.jsonl", b'{"step": 1, "loss": 1}'),
+        ("runs/bf16/seed-0/metrics.jsonl", b"{}{"),
+        ("runs/bf16/seed-0/metrics.jsonl", b"\xff"),
+    ],
+)
+def test_what_is_damaged_is_named_and_never_counted(
+    file: str, content: bytes, small_sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_sweep / "runs" / file
+    kept = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        part = "seed-0" if "seed-0" in file else file
+        refused(capsys, sweep_arguments(small_sweep, seeds=1), part)
+        refused(capsys, ["plot", str(small_sweep / "runs")], part)
+    finally:
+        path.write_bytes(kept)
+
+
+def test_a_figure_overwrites_nothing_but_a_figure(
+    small_sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = str(small_sweep / "runs")
+    precious = tmp_path / "mine.jsonl"
+    precious.write_text("precious")
+    refused(capsys, ["plot", runs, "--figure", str(tmp_path / "mine.png")], "holds something else")
+    assert precious.read_text() == "precious"
+    rows = tmp_path / "rows.png"
+    rows.write_bytes((small_sweep / "figures" / "sweep.jsonl").read_bytes())
+    refused(capsys, ["plot", str(rows)], "would overwrite its rows")
+    (tmp_path / "folder.png").mkdir()
+    refused(capsys, ["plot", runs, "--figure", str(tmp_path / "folder.png")], "is a folder")
+    damaged = tmp_path / "damaged.jsonl"
+    for content in ("1", '"sweep"', '{"sweep":{}}\n{}', '{"sweep":{"policies":1}}'):
+        damaged.write_text(content)
+        refused(capsys, ["plot", str(damaged)], "damaged.jsonl")
+    for suffix in (".png", ".svg", ".pdf"):
+        pictures = []
+        for name in ("one", "two"):
+            figure = tmp_path / f"{name}{suffix}"
+            assert main(["plot", runs, "--figure", str(figure)]) == 0
+            pictures.append(figure.read_bytes())
+        assert pictures[0] == pictures[1]
+
+
+def test_a_mistake_of_the_parser_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong: list[list[str]] = [
+        ["sweep", "--steps", "1e3"],
+        ["train", "--device", "tpu"],
+        ["fly"],
+        [],
+    ]
+    for arguments in wrong:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -164,14 +276,20 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(
         (["sweep", "--policies", ","], ["no policies; name at least one"]),
         (["sweep", "--policies", "delayed:margin=-1"], ["margin is -1; accepted"]),
         (["sweep", "--policies", "delayed:history=0"], ["history is 0; accepted"]),
-        (["sweep", "--seeds", "0"], ["seeds is 0; accepted: 1 and up"]),
-        (["sweep", "--steps", "0"], ["steps is 0; accepted: 1 and up"]),
+        (["sweep", "--seeds", "0"], ["seeds is 0; accepted: 1 to 10000"]),
+        (["sweep", "--steps", "0"], ["steps is 0; accepted: 1 to 1000000000"]),
+        (["sweep", "--batch", "9" * 20], ["accepted: 1 to 65536"]),
+        (["sweep", "--figure", "x.bmp"], ["the figure is 'x.bmp'; accepted: a file in .png"]),
+        (["sweep", "--figure", ""], ["the figure is '.'; accepted: a file in .png"]),
+        (["sweep", "--figure", "/dev/null/x.png", *SIZES, "--out", "/dev/null/x"], ["/dev/null"]),
+        (["train", "--out", "/proc/nowhere/x", *SIZES], ["/proc/nowhere"]),
         (["sweep", "--jobs", "0"], ["jobs is 0; accepted: 1 and up, or -1"]),
         (["sweep", "--width", "30"], ["width 30 is not a multiple of its 4 heads"]),
         (["sweep", "--text", "missing.txt"], ["missing.txt"]),
         (["train", "--recipe", "missing.toml"], ["cannot read the recipe missing.toml"]),
         (["train", "--recipe", "fp4"], ["unknown policy 'fp4'"]),
-        (["train", "--seed", "-1"], ["seed is -1; accepted: 0 and up"]),
+        (["train", "--seed", "9" * 30], ["seed is 999"]),
+        (["train", "--seed", "-1"], ["seed is -1; accepted: 0 to"]),
         (["plot", "nowhere"], ["cannot read rows from nowhere"]),
     ],
 )

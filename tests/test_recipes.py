@@ -82,6 +82,9 @@ def test_settings_of_a_policy_reach_all_operands_or_one() -> None:
         ("static:output.scale=1", "unknown operand 'output'; accepted: input, weight, grad_output"),
         ("static:scale", "setting 'scale' of policy 'static' must be KEY=VALUE"),
         ("", "unknown policy ''; accepted: bf16"),
+        ("bf16:kind=current", "the kind follows from the preset 'bf16'"),
+        ("static:scale=" + "1" * 5000, "static scaling: scale is '1111"),
+        ("static:scale=" + "[" * 100_000, "static scaling: scale is '[[[["),
     ],
 )
 def test_an_impossible_policy_is_refused(spec: str, message: str) -> None:
@@ -98,9 +101,9 @@ def test_an_impossible_policy_is_refused(spec: str, message: str) -> None:
         ({"input": {"format": "E4M4"}}, "scaling is None; accepted: a table"),
         (
             {"input": {"format": "E4M4", "scaling": {"kind": "none"}}},
-            "unknown format 'E4M4'; accepted: E4M3",
+            "format is 'E4M4'; accepted: E4M3, E5M2, E4M3FNUZ, E5M2FNUZ",
         ),
-        ({"input": {"format": "E8M0", "scaling": {"kind": "none"}}}, "holds scales, not values"),
+        ({"input": {"format": "E8M0", "scaling": {"kind": "none"}}}, "format is 'E8M0'; accepted: E4M3"),
         (
             {"input": {"scaling": {"kind": "fixed"}}},
             "kind is 'fixed'; accepted: none, static, current, delayed, block",
@@ -119,7 +122,8 @@ def test_what_is_missing_and_what_is_not_even_text() -> None:
         recipe_from_toml('name = "x"')
     with pytest.raises(RecipeError, match="recipe is not TOML"):
         recipe_from_toml("name = ")
-    with pytest.raises(RecipeError, match="recipe is not JSON"):
-        recipe_from_json("{")
+    for text in ("{", "[" * 100_000, "1" * 5000):
+        with pytest.raises(RecipeError, match="recipe is not JSON"):
+            recipe_from_json(text)
     with pytest.raises(RecipeError, match=r"recipe is \[\]; accepted: a table"):
         recipe_from_json("[]")

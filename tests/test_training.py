@@ -130,14 +130,18 @@ def test_a_model_is_causal_and_its_seed_decides() -> None:
 
 def test_bad_settings_are_refused(corpus: Corpus) -> None:
     for name in ("steps", "batch", "observe_every"):
-        with pytest.raises(UserError, match=f"{name} is 0; accepted: 1 and up"):
+        with pytest.raises(UserError, match=f"{name} is 0; accepted: 1 to"):
             replace(CONFIG, **{name: 0})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="seed is 9223372036854775808; accepted: 0 to"):
+        replace(CONFIG, seed=2**63)
+    with pytest.raises(UserError, match="model width is 40000000; accepted: 1 to 16384"):
+        replace(TINY, width=40000000)
     with pytest.raises(UserError, match="device is 'tpu'; accepted: cpu, cuda"):
         replace(CONFIG, device="tpu")
     with pytest.raises(UserError, match="width 10 is not a multiple of its 4 heads"):
         TransformerConfig(width=10)
-    long = replace(CONFIG, model=replace(TINY, context=10**6))
-    with pytest.raises(UserError, match="context of 1000000 needs at least"):
+    long = replace(CONFIG, model=replace(TINY, context=65536))
+    with pytest.raises(UserError, match="context of 65536 needs at least"):
         next(training_rows(long, corpus))
 
 

@@ -67,6 +67,7 @@ def assert_bits_equal(
       distance  0 ulp
     1 zero of the wrong sign
     """
+    __tracebackhide__ = True  # pytest shows the report, not this function
     got = _as_array("actual", actual)
     want = _as_array("expected", expected)
     if got.shape != want.shape:
