@@ -1,16 +1,20 @@
-"""AdamW, bit for bit: one step on float32 tensors, every operation rounded, in a fixed order."""
+"""AdamW, bit for bit: one step on float32 tensors, every operation rounded, in a named order."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from fp8lab.emulation.adamw_orders import new_moments, new_param, step_constants
+from fp8lab.optimizer_formats import AdamOrder, order_named
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 
-ORDERS = ("plain",)
+GRADIENTS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16))
 
 
 def adamw(
@@ -24,12 +28,15 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    order: str = "plain",
+    order: str | AdamOrder = "plain",
+    decoupled: bool = True,
+    powers: tuple[float, float] | None = None,
 ) -> tuple[Float32Array, Float32Array, Float32Array]:
     """One AdamW step (Loshchilov and Hutter, 2019), decoupled weight decay first.
 
-    Computed in float64 from the Python floats and rounded once to float32: beta1, 1 - beta1,
-    beta2, 1 - beta2, lr, lr * weight_decay, eps, c1 = 1 - beta1**step, c2 = 1 - beta2**step. Then,
+    The order "plain". Computed in float64 from the Python floats and rounded once to float32:
+    beta1, 1 - beta1, beta2, 1 - beta2, lr, lr * weight_decay, eps, c1 = 1 - beta1**step,
+    c2 = 1 - beta2**step, the powers by square and multiply (`fp8lab.emulation.fused.power`). Then,
     for each element, every operation rounded to nearest even in float32, no fused multiply-add:
 
         p = p - (lr*wd)*p
@@ -37,21 +44,28 @@ def adamw(
         v = beta2*v + (1-beta2)*(g*g)
         p = p - lr*((m/c1) / (sqrt(v/c2) + eps))
 
-    No operation is skipped when weight_decay is 0. NaN and Inf follow IEEE 754.
+    No operation is skipped when weight_decay is 0. NaN and Inf follow IEEE 754. What the other
+    orders compute is said by `fp8lab.optimizer_formats.AdamOrder`.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: float32 arrays of one shape; not modified.
+        param, exp_avg, exp_avg_sq: float32 arrays of one shape; not modified.
+        grad: float32, bfloat16 or float16 of that shape; widened exactly.
         step: Which step this is, from 1.
         lr, betas, eps, weight_decay: Python floats; lr, eps and weight_decay at least 0, each beta
             in [0, 1).
-        order: "plain" (the one above).
+        order: "plain", "torch", "torch_cuda", "torch_foreach", "torch_foreach_cuda", "apex", or an
+            `AdamOrder`.
+        decoupled: False for Adam with L2 regularisation (Kingma and Ba, 2015): the gradient becomes
+            g + wd*p, both operations rounded, or one fused multiply-add where the order says so.
+        powers: beta1**step and beta2**step, where a card computes them its own way ("torch_cuda":
+            CUDA's powf).
 
     Returns:
         The new (param, exp_avg, exp_avg_sq), float32.
 
     Raises:
-        TypeError: An array is not float32.
-        ValueError: Shapes differ, or a number is outside its range.
+        TypeError: An array is of another dtype.
+        ValueError: Shapes differ, a number is outside its range, or the order is unknown.
 
     >>> import numpy as np
     >>> one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -60,34 +74,37 @@ def adamw(
     >>> p.tolist(), m.tolist()
     ([0.8999999761581421], [0.10000000149011612])
     """
+    chosen = order_named(order)
     tensors = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     for name, tensor in tensors.items():
-        if tensor.dtype != np.float32:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: float32")
+        accepted = GRADIENTS if name == "grad" else GRADIENTS[:1]
+        if tensor.dtype not in accepted:
+            names = ", ".join(str(dtype) for dtype in accepted)
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {names}")
         if tensor.shape != param.shape:
             raise ValueError(f"{name} has shape {tensor.shape}; param has {param.shape}")
-    check_hyperparameters(step, lr, betas, eps, weight_decay, order)
+    check_hyperparameters(step, lr, betas, eps, weight_decay)
 
-    beta1, beta2 = betas
-    f = np.float32
-    b1, one_minus_b1, b2, one_minus_b2 = f(beta1), f(1 - beta1), f(beta2), f(1 - beta2)
-    lr32, decay, eps32 = f(lr), f(lr * weight_decay), f(eps)
-    c1, c2 = f(1 - beta1**step), f(1 - beta2**step)
-
-    with np.errstate(all="ignore"):
-        p: Array = param - decay * param
-        m = b1 * exp_avg + one_minus_b1 * grad
-        v = b2 * exp_avg_sq + one_minus_b2 * (grad * grad)
-        p = p - lr32 * ((m / c1) / (np.sqrt(v / c2) + eps32))
-    return np.asarray(p), np.asarray(m), np.asarray(v)
+    constants = step_constants(
+        chosen,
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        powers=powers,
+    )
+    with np.errstate(all="ignore"):  # a signalling NaN
+        g = np.asarray(grad, dtype=np.float32)
+    m, v = new_moments(param, g, exp_avg, exp_avg_sq, constants, chosen, decoupled)
+    return new_param(param, m, v, constants, chosen, decoupled), m, v
 
 
 def check_hyperparameters(
-    step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, order: str
+    step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
     """Refuse numbers that no AdamW step takes, naming the one and its range."""
-    if order not in ORDERS:
-        raise ValueError(f"unknown order {order!r}; accepted: {', '.join(ORDERS)}")
     if step < 1:
         raise ValueError(f"step is {step}; accepted: 1 and up (the first step is 1)")
     for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):

@@ -78,7 +78,10 @@ class TableCast:
         self._index = np.empty(size, dtype=np.int64)
         self._words = np.dtype(f"u{dtype.itemsize}")
         drop = {FLOAT32: 16, FLOAT64: 64 - _FLOAT64_KEY_BITS}.get(dtype, 0)
-        self._drop, self._low = self._words.type(drop), self._words.type((1 << drop) - 1)
+        # Arrays of no dimension: NumPy would make one of a scalar in every call.
+        self._drop = np.array(drop, dtype=self._words)
+        self._low = np.array((1 << drop) - 1, dtype=self._words)
+        self._cuts = drop > 0
         # A float64's key has the width of an index and is made in its place.
         self._key = self._index.view(np.uint64)
         if dtype != FLOAT64:
@@ -89,20 +92,20 @@ class TableCast:
     ) -> None:
         """Write the codes of 1-D contiguous values; there are no random bits to look at."""
         words, index = values.view(self._words), self._index[: values.size]
-        if self._drop:
+        if self._cuts:
             key, low = self._key[: values.size], self._low
             # Round to odd: the lowest kept bit is set when one that is dropped was set, because
             # adding `low` then carries into it.
-            np.bitwise_and(words, low, out=key)
-            np.add(key, low, out=key)
-            np.bitwise_or(key, words, out=key)
-            np.right_shift(key, self._drop, out=key)
+            np.bitwise_and(words, low, key)
+            np.add(key, low, key)
+            np.bitwise_or(key, words, key)
+            np.right_shift(key, self._drop, key)
             words = key
         if words.itemsize < 8:
             np.copyto(index, words)
         # Every key is in the table. "wrap" skips the check that "raise" makes for all of them
         # before the first is looked up.
-        self._table.take(index, out=codes, mode="wrap")
+        self._table.take(index, None, codes, "wrap")
 
 
 @lru_cache

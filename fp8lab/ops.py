@@ -2,9 +2,7 @@
 
 Where a tensor lives decides, and nothing else: both give the same bits. Names and argument order
 are those of `fp8lab.emulation`; a trailing underscore marks what changes its arguments in place.
-
-Scales are computed by the oracle on either device: they are a few numbers a tensor, and so there is
-one arithmetic for them. On a GPU that costs a wait for the device.
+Nothing here waits for a GPU: scales are made where their amaxes are.
 """
 
 from __future__ import annotations
@@ -62,7 +60,10 @@ def dequantize(codes: Tensor, *, inverse_scale: Tensor | None = None) -> Tensor:
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude, a 0-d float32 tensor on x's device; NaN and Inf when present."""
     if x.is_cuda:
-        return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        from fp8lab.kernels.scaling import amax as kernel
+
+        largest: Tensor = kernel(x)
+        return largest
     return to_torch(scaling.amax(to_numpy(x)))
 
 
@@ -70,8 +71,14 @@ def scale_from_amax(
     amax: Tensor, fmt: Float8Format, *, margin: int = 0, power_of_two: bool = False
 ) -> Tensor:
     """Current scaling's scale; see `fp8lab.emulation.scaling.scale_from_amax` (previous is 1)."""
-    scale = scaling.scale_from_amax(to_numpy(amax), fmt, margin=margin, power_of_two=power_of_two)
-    return to_torch(scale, device=amax.device)
+    if amax.is_cuda:
+        from fp8lab.kernels.scaling import scale_from_amax as kernel
+
+        scale: Tensor = kernel(amax, fmt, margin=margin, power_of_two=power_of_two)
+        return scale
+    return to_torch(
+        scaling.scale_from_amax(to_numpy(amax), fmt, margin=margin, power_of_two=power_of_two)
+    )
 
 
 def quantize_blocks(
@@ -83,15 +90,25 @@ def quantize_blocks(
             to_numpy(x), fmt, block=block, power_of_two=power_of_two
         )
         return to_torch(codes), to_torch(inverse)
+    if _in_a_tile(block):
+        from fp8lab.kernels.scaling import quantize_blocks as kernel
+
+        found: tuple[Tensor, Tensor] = kernel(x, fmt, block=block, power_of_two=power_of_two)
+        return found
     rows, columns = block
     down, across = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
     padded = torch.nn.functional.pad(
         x.abs(), (0, across * columns - x.shape[1], 0, down * rows - x.shape[0])
     )
-    largest = padded.view(down, rows, across, columns).amax(dim=(1, 3))
+    largest = padded.view(down, rows, across, columns).amax(dim=(1, 3)).float()
     scale = scale_from_amax(largest, fmt, power_of_two=power_of_two)
     # A product of two float32 is rounded to nearest even here as in the oracle.
     return quantize(x * expand_blocks(scale, block, x.shape), fmt), 1.0 / scale
+
+
+def _in_a_tile(block: tuple[int, int]) -> bool:
+    """Whether the kernel's tiles hold such blocks."""
+    return block[0] != 2 and all(size <= 128 and not size & (size - 1) for size in block)
 
 
 def expand_blocks(per_block: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
@@ -113,9 +130,21 @@ def update_delayed_(
     """Advance delayed scaling in place; see `fp8lab.emulation.scaling.update_delayed`.
 
     Args:
-        scale: 0-d float32.
-        amax_history: (L,) float32; slot 0 holds this step's amax.
+        scale: float32, (...): one tensor's, or those of many.
+        amax_history: (L, ...) float32; slot 0 holds this step's amax.
     """
+    if scale.is_cuda:
+        from fp8lab.kernels.scaling import DelayedScalingState
+        from fp8lab.kernels.scaling import update_delayed_ as kernel
+
+        kernel(
+            DelayedScalingState(scale, amax_history),
+            fmt,
+            margin=margin,
+            algorithm=algorithm,
+            power_of_two=power_of_two,
+        )
+        return
     state = scaling.update_delayed(
         scaling.DelayedScalingState(to_numpy(scale), to_numpy(amax_history)),
         fmt,

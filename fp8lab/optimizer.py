@@ -1,4 +1,4 @@
-"""The lab's AdamW as a torch optimizer, on float32 master weights."""
+"""The lab's AdamW as a torch optimizer, with its state in any of the lab's formats."""
 
 from __future__ import annotations
 
@@ -6,22 +6,36 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fp8lab import ops
+from fp8lab.ops_adamw import AdamFormats, AdamStepper, StepNumbers, fresh_state
+from fp8lab.optimizer_formats import MASTER_FORMATS
+
+_NUMBERS = ("lr", "betas", "eps", "weight_decay")
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW in the order "plain": the oracle's on a CPU, the kernel's on a GPU.
+    """AdamW: the oracle's on a CPU, the kernel's on a GPU, all parameters in one launch.
 
-    The contract is `fp8lab.emulation.adamw.adamw`'s.
+    The contract is `fp8lab.emulation.adamw_states.adamw_state`'s.
 
     Args:
-        params: float32 parameters, or groups of them, as torch takes them.
+        params: Parameters, or groups of them, as torch takes them: float32 with the master
+            "float32", else bfloat16; of one device.
         lr: Learning rate; a schedule writes `group["lr"]`.
         betas, eps, weight_decay: As in `torch.optim.AdamW`.
+        order, decoupled: The order of operations; False for Adam with L2 regularisation.
+        exp_avg, exp_avg_sq: Names of the moments' formats.
+        master: One of `fp8lab.optimizer_formats.MASTER_FORMATS`.
+        seed: Of stochastic rounding, for the master "bfloat16_stochastic": step t draws
+            `random_words` of the seed (seed << 32) + t.
 
-    State of a parameter: `step` (Python int), `exp_avg`, `exp_avg_sq` (float32).
+    State of a parameter: `step` (Python int) and the tensors of
+    `fp8lab.ops_adamw.fresh_state`. `load_state_dict` keeps their dtypes and bits.
+
+    Raises:
+        ValueError: A number is outside its range, or a name is unknown.
+        TypeError: A parameter is of another dtype than the master asks for, or sparse.
     """
 
     def __init__(
@@ -32,39 +46,157 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        order: str = "plain",
+        decoupled: bool = True,
+        exp_avg: str = "float32",
+        exp_avg_sq: str = "float32",
+        master: str = "float32",
+        seed: int = 0,
     ) -> None:
+        if master not in MASTER_FORMATS:
+            raise ValueError(f"unknown master {master!r}; accepted: {', '.join(MASTER_FORMATS)}")
+        if not 0 <= seed < 1 << 31:
+            raise ValueError(f"seed is {seed}; accepted: 0 to 2**31 - 1")
+        self.formats = AdamFormats.named(order, decoupled, exp_avg, exp_avg_sq, master)
+        self.seed = seed
+        self._stepper: AdamStepper | None = None
+        self._stepper_key: tuple[Any, ...] = ()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does; its dtypes and numbers are checked."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_numbers(group)
+            wanted = torch.float32 if self.formats.master == "float32" else torch.bfloat16
+            for param in group["params"]:
+                if param.dtype != wanted:
+                    raise TypeError(
+                        f"a parameter has dtype {param.dtype}; accepted with master"
+                        f" {self.formats.master}: {wanted}"
+                    )
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, factor: Tensor | None = None
+    ) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss again, as torch's optimizers take it.
+            factor: One float32 on the parameters' device that multiplies every gradient: what
+                unscales and clips (`gradient_norm` makes one).
+
+        Raises:
+            TypeError: A gradient is sparse. ValueError: A number is outside its range. The state
+                is as before then.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
+        chosen, grads, numbers, places = self._gather()
+        if not chosen:
+            return loss
+        for param, _ in chosen:
+            self.state[param]["step"] += 1
+        longest = max(own.step for own in numbers)
+        stepper = self._stepper_for([param for param, _ in chosen], places, [o for _, o in chosen])
+        stepper.step(grads, numbers, factor=factor, seed=(self.seed << 32) + longest)
         return loss
 
-    def _update(self, param: nn.Parameter, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        state["step"] += 1
-        assert param.grad is not None
-        ops.adamw_(
-            param,
-            param.grad.contiguous(),
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            step=state["step"],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, bit for bit: torch itself would cast it to the parameters' dtype.
+
+        Raises:
+            ValueError: The groups do not match, or a state is not in this optimizer's formats.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        if len(params) == len(saved_ids):  # otherwise torch says what does not match
+            for param, place in zip(params, saved_ids, strict=True):
+                self._check_loaded(param, state_dict["state"].get(place, {}))
+        super().load_state_dict(state_dict)
+        for param, place in zip(params, saved_ids, strict=True):
+            for name, value in state_dict["state"].get(place, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[param][name] = value.detach().to(param.device, copy=True)
+        self._stepper = None
+
+    def _check_loaded(self, param: Tensor, saved: dict[str, Any]) -> None:
+        if not saved:
+            return
+        wanted = {n: (t.dtype, t.shape) for n, t in fresh_state(param, self.formats).items()}
+        found = {n: (t.dtype, t.shape) for n, t in saved.items() if isinstance(t, Tensor)}
+        if wanted != found:
+            raise ValueError(
+                f"the saved state holds {_shown(found)}; this optimizer keeps {_shown(wanted)}:"
+                " build it with the formats that were saved"
+            )
+
+    def _gather(
+        self,
+    ) -> tuple[list[tuple[nn.Parameter, int]], list[Tensor], list[StepNumbers], list[int]]:
+        """The parameters with gradients and their random offsets; gradients; numbers; whose."""
+        chosen: list[tuple[nn.Parameter, int]] = []
+        grads, places = [], []
+        numbers: list[StepNumbers] = []
+        offset = 0
+        for group in self.param_groups:
+            _check_numbers(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    if param.grad.layout != torch.strided:
+                        raise TypeError(
+                            f"a gradient has layout {param.grad.layout}; accepted: dense gradients"
+                        )
+                    state = self.state[param]
+                    if not state:
+                        state["step"] = 0
+                        state.update(fresh_state(param, self.formats))
+                    own = StepNumbers(state["step"] + 1, *(group[name] for name in _NUMBERS))
+                    if own not in numbers:
+                        numbers.append(own)
+                    chosen.append((param, offset))
+                    grads.append(param.grad.contiguous())
+                    places.append(numbers.index(own))
+                offset += -(-param.numel() // 4)
+        return chosen, grads, numbers, places
+
+    def _stepper_for(
+        self, params: list[nn.Parameter], places: list[int], offsets: list[int]
+    ) -> AdamStepper:
+        """The stepper of the last step, unless the parameters or their tensors are others now."""
+        states = [self.state[param] for param in params]
+        tensors = [
+            {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            for state in states
+        ]
+        key = (
+            tuple(param.data_ptr() for param in params),
+            tuple(value.data_ptr() for state in tensors for value in state.values()),
+            tuple(param.grad.dtype for param in params if param.grad is not None),
+            tuple(places),
         )
+        if self._stepper is None or key != self._stepper_key:
+            self._stepper = AdamStepper(params, tensors, self.formats, places, offsets)
+            self._stepper_key = key
+        return self._stepper
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= group[name] < float("inf"):
+            raise ValueError(f"{name} is {group[name]}; accepted: finite, at least 0")
+    for index, beta in enumerate(group["betas"], start=1):
+        if not 0 <= beta < 1:
+            raise ValueError(f"beta{index} is {beta}; accepted: at least 0 and below 1")
+
+
+def _shown(state: dict[str, tuple[torch.dtype, torch.Size]]) -> str:
+    return ", ".join(f"{name} {dtype} {tuple(shape)}" for name, (dtype, shape) in state.items())

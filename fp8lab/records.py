@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from fp8lab import __version__
 from fp8lab.errors import UserError
 
 Row = dict[str, Any]
 
-PACKAGES = ("fp8lab", "numpy", "ml_dtypes", "torch", "triton", "matplotlib", "joblib")
+PACKAGES = ("numpy", "ml_dtypes", "torch", "triton", "matplotlib", "joblib")
 
 
 def short_float32(value: float) -> float:
@@ -137,7 +138,7 @@ class RunRecorder:
 
 def environment(device: str) -> dict[str, Any]:
     """Versions, machine, git revision and device: what a reader needs to run it again."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {"fp8lab": __version__} | {name: _version(name) for name in PACKAGES}
     return {
         "python": platform.python_version(),
         "packages": versions,

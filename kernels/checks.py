@@ -10,8 +10,13 @@ import torch
 from fp8lab.kernels.launch import interpreted
 
 
-def check_tensor(name: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype]) -> None:
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype], *, contiguous: bool = True
+) -> None:
     """Refuse what no kernel here can read.
+
+    Args:
+        contiguous: Whether the tensor has to be.
 
     Raises:
         TypeError: Not a tensor, or of a dtype that is not among `dtypes`.
@@ -28,7 +33,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype])
             f"{name} is on {tensor.device}; accepted: a CUDA device, or the CPU in a process that"
             " was started with TRITON_INTERPRET=1"
         )
-    if not tensor.is_contiguous():
+    if contiguous and not tensor.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; accepted:"
             " contiguous tensors (call .contiguous() first)"

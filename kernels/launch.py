@@ -57,9 +57,80 @@ class CastSettings(ElementwiseSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cast_path not in get_args(CastPath):
-            accepted = ", ".join(get_args(CastPath))
-            raise ValueError(f"unknown cast_path {self.cast_path!r}; accepted: {accepted}")
+        check_path(self.cast_path)
+
+
+@dataclass(frozen=True)
+class DecodeSettings(CastSettings):
+    """How decoding is launched. Five bytes an element, four of them written: smaller blocks do."""
+
+    block: int = 4096
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """How a kernel that works on tiles of a matrix is launched. No setting changes a bit.
+
+    Attributes:
+        rows, columns: Of a tile; powers of two, 16 to 256, and no smaller than a block of scales.
+        num_warps: Warps a program has, a power of two up to 32.
+        band: Tiles are visited down this many rows of tiles before the next column of tiles, so
+            that neighbours in both outputs are written at about the same time. 1 goes along rows.
+        registers: The most registers a thread may take; None leaves it to the compiler.
+        cast_path: As in `CastSettings`.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    num_warps: int = 8
+    band: int = 1
+    registers: int | None = None
+    cast_path: CastPath = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value, smallest, largest in (
+            ("rows", self.rows, 16, 256),
+            ("columns", self.columns, 16, 256),
+            ("num_warps", self.num_warps, 1, 32),
+        ):
+            if not smallest <= value <= largest or value & (value - 1):
+                raise ValueError(
+                    f"{name} is {value}; accepted: powers of two from {smallest} to {largest}"
+                )
+        if self.band < 1:
+            raise ValueError(f"band is {self.band}; accepted: 1 and up")
+        check_path(self.cast_path)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What goes to the launch beside the tile's size."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.num_warps, **limit}
+
+
+@dataclass(frozen=True)
+class RowSettings(CastSettings):
+    """How a kernel that works on whole rows is launched.
+
+    Attributes:
+        block: Elements a program works on where rows are short enough: one row or several.
+        longest: Rows of up to so many elements stay in registers and are read once; longer ones are
+            read twice, `block` elements at a time.
+    """
+
+    longest: int = 16384
+
+
+def check_path(path: str) -> None:
+    """Refuse a form of the cast that there is not.
+
+    Raises:
+        ValueError: Not one of `CastPath`.
+    """
+    if path not in get_args(CastPath):
+        accepted = ", ".join(get_args(CastPath))
+        raise ValueError(f"unknown cast_path {path!r}; accepted: {accepted}")
 
 
 def interpreted() -> bool:
@@ -73,12 +144,12 @@ def to_float32(number: float) -> float:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """Launch a `triton.jit` kernel on the device of its first tensor.
+    """Launch a `triton.jit` kernel on the device of its first tensor or tensor descriptor.
 
     Args:
         kernel: The jitted function.
         grid: Programs along each axis; nothing is launched when one of them is 0.
-        args: The kernel's positional arguments, at least one of them a tensor.
+        args: The kernel's positional arguments, at least one of them a tensor or a descriptor.
         meta: Its keyword arguments, compile-time constants and num_warps included.
             `enable_fp_fusion` is always False and may not be given.
     """
@@ -89,7 +160,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         with np.errstate(all="ignore"):
             kernel[grid](*args, enable_fp_fusion=False, **meta)
         return
-    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    bases = (getattr(arg, "base", arg) for arg in args)  # a descriptor's tensor is its base
+    device = next(base.device for base in bases if isinstance(base, torch.Tensor))
     # Triton launches on the current device, whatever device the pointers belong to.
     if device.index == torch.cuda.current_device():
         kernel[grid](*args, enable_fp_fusion=False, **meta)

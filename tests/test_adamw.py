@@ -76,7 +76,7 @@ def test_zero_gradients_and_states_only_decay() -> None:
         ({"eps": float("inf")}, "eps is inf; accepted"),
         ({"betas": (1.0, 0.9)}, "beta1 is 1.0; accepted: at least 0 and below 1"),
         ({"betas": (0.9, -0.1)}, "beta2 is -0.1; accepted"),
-        ({"order": "torch"}, "unknown order 'torch'; accepted: plain"),
+        ({"order": "adam"}, "unknown order 'adam'; accepted: plain, torch"),
     ],
 )
 def test_bad_numbers_are_refused(change: dict[str, Any], message: str) -> None:

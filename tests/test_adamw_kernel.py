@@ -12,7 +12,10 @@ from hypothesis import given
 
 from fp8lab.emulation import adamw as oracle
 from fp8lab.kernels.adamw import adamw
+from fp8lab.kernels.adamw_device import StepCode
 from fp8lab.kernels.launch import ElementwiseSettings
+from fp8lab.kernels.moments_device import MomentCode
+from fp8lab.optimizer_formats import MOMENT_FORMATS, ORDERS
 from fp8lab.testing import (
     AdamWCase,
     adamw_states,
@@ -97,7 +100,7 @@ def test_empty_tensors(device: str) -> None:
         ({"weight_decay": float("inf")}, "weight_decay is inf"),
         ({"betas": (1.0, 0.999)}, "beta1 is 1.0"),
         ({"betas": (0.9, -0.1)}, "beta2 is -0.1"),
-        ({"order": "apex"}, "unknown order 'apex'; accepted: plain"),
+        ({"order": "adam"}, "unknown order 'adam'; accepted: plain, torch"),
     ],
 )
 def test_numbers_out_of_range_are_refused(
@@ -117,8 +120,8 @@ def test_tensors_that_do_not_fit_are_refused(place: int, device: str) -> None:
     def with_bad(bad: torch.Tensor) -> list[torch.Tensor]:
         return [bad if index == place else tensor for index, tensor in enumerate(good)]
 
-    with pytest.raises(TypeError, match=f"{name} has dtype torch.bfloat16; accepted: torch.floa"):
-        adamw(*with_bad(good[0].bfloat16()), **OPTIONS)
+    with pytest.raises(TypeError, match=f"{name} has dtype torch.float64; accepted: torch.float"):
+        adamw(*with_bad(good[0].double()), **OPTIONS)
     with pytest.raises(ValueError, match="shape"):
         adamw(*with_bad(torch.ones(4, 5, device=device)), **OPTIONS)
     with pytest.raises(ValueError, match=f"{name} has shape .* contiguous"):
@@ -128,25 +131,42 @@ def test_tensors_that_do_not_fit_are_refused(place: int, device: str) -> None:
     assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in good)
 
 
+SIGNATURE = {
+    "table": "*i64",
+    "chunk_tensor": "*i32",
+    "constants": "*fp32",
+    "factor": "*fp32",
+    "skip": "*i32",
+    "seed": "*i64",
+    "tops": "*i32",
+}
+
+
+def ptx_of(order: str, moment: str, step: StepCode) -> str:
+    code = MomentCode.of(MOMENT_FORMATS[moment])
+    constants = {"ORDER": ORDERS[order], "M": code, "V": code, "STEP": step, "ONLY_TOPS": False}
+    return compiled_ptx("fp8lab.kernels.adamw_device:adamw_kernel", SIGNATURE, constants)
+
+
 def test_compiled_without_fused_or_approximate_operations() -> None:
-    names = ("param", "grad", "exp_avg", "exp_avg_sq")
-    constants = (
-        "decay",
-        "beta1",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "correction1",
-        "correction2",
-        "eps",
-        "lr",
-    )
-    signature = dict.fromkeys(names, "*fp32")
-    signature |= {"n": "i64"} | dict.fromkeys(constants, "fp32")
-    ptx = compiled_ptx("fp8lab.kernels.adamw:adamw_kernel", signature, {"BLOCK": 1024})
+    step = StepCode("float32", "float32", None, None, True, True, True, 1024)
+    ptx = ptx_of("plain", "float32", step)
     operations = set(re.findall(r"\b(?:fma|mul|add|sub|div|sqrt)\.[a-z.]*f32\b", ptx))
-    assert operations <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
+    assert operations <= {
+        *("mul.f32", "add.f32", "sub.f32", "mul.rn.f32", "add.rn.f32", "sub.rn.f32"),
+        *("div.rn.f32", "sqrt.rn.f32"),
+    }
     assert {"div.rn.f32", "sqrt.rn.f32"} <= operations
+    assert "ld.global.v4.b32" in ptx, "16 bytes a thread"
+    assert "st.global.v4.b32" in ptx, "16 bytes a thread"
+
+
+def test_compiled_with_the_cards_conversions() -> None:
+    step = StepCode("bfloat16", "bfloat16_remainder", None, None, True, True, True, 2048)
+    ptx = ptx_of("torch", "e4m3_128", step)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "fma.rn.f32" in ptx
+    assert "ld.global.v4.b32" in ptx
 
 
 @pytest.mark.gpu

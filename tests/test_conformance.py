@@ -7,6 +7,7 @@ libraries for again. Faults that people reported about casts are at the end, eac
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -27,6 +28,7 @@ from fp8lab.formats import (
     OVERFLOW_POLICIES,
     Float8Format,
     OverflowPolicy,
+    overflow_policy,
 )
 from fp8lab.peers import (
     GFLOAT,
@@ -184,9 +186,16 @@ def test_torch_on_the_card_gives_the_bits_of_its_preset(
     if torch.__version__.split("+")[0].rsplit(".", 1)[0] != "2.11":
         pytest.skip(f"torch is {torch.__version__}; torch_2_11_cuda describes 2.11")
     x = inputs(dtype, fmt)
-    theirs = to_torch(x, device="cuda").to(getattr(torch, fmt.dtype_name))
-    ours = quantize(x, fmt, overflow="torch_2_11_cuda")
-    assert_bits_equal(to_numpy(theirs), ours, inputs=x)
+    if fmt is E8M0:  # float32's subnormals there, see the table of differences in docs/numerics.md
+        with np.errstate(invalid="ignore"):
+            magnitude = np.abs(x.astype(np.float64))
+        x = x[~((magnitude > 2.0**-127) & (magnitude < 1.5 * 2.0**-127))]
+    theirs = to_numpy(to_torch(x, device="cuda").to(getattr(torch, fmt.dtype_name)))
+    policy = overflow_policy("torch_2_11_cuda", fmt)
+    if dtype == np.float16 and fmt.has_negative_zero:
+        # The card widens float16 by an instruction that drops the sign of a NaN.
+        policy = replace(policy, nan_sign="positive")
+    assert_bits_equal(theirs, quantize(x, fmt, overflow=policy), inputs=x)
 
 
 # --- Faults that people reported, as small inputs

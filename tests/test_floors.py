@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fp8lab"
 LINKED = ("emulation", "experiments", "kernels")
 
-FLOOR_1 = frozenset({"fp8lab.errors", "fp8lab.formats", "fp8lab.recipes"})
+FLOOR_1 = frozenset(
+    {"fp8lab.errors", "fp8lab.formats", "fp8lab.optimizer_formats", "fp8lab.recipes"}
+)
 BRIDGE = "fp8lab.bridge"  # between NumPy and torch; it loads torch when it is called
 ORACLE = frozenset({"numpy", "ml_dtypes"})
 
@@ -45,6 +47,7 @@ class Room:
 ROOMS = {
     "fp8lab.errors": Room(frozenset(), frozenset()),
     "fp8lab.formats": Room(ORACLE, FLOOR_1),
+    "fp8lab.optimizer_formats": Room(ORACLE, FLOOR_1),
     "fp8lab.recipes": Room(ORACLE, FLOOR_1),
     "fp8lab.emulation": Room(ORACLE, FLOOR_1),
     # NumPy is what the interpreter computes in, so it is quietened through NumPy.
@@ -61,6 +64,7 @@ ROOMS = {
 HEIGHT_OF_PARTS = 2
 HEIGHTS = {
     "fp8lab.ops": 1,
+    "fp8lab.ops_adamw": 1,
     "fp8lab.training": 3,
     "fp8lab.gates": 4,
     "fp8lab.experiments": 4,

@@ -103,7 +103,10 @@ def test_an_impossible_policy_is_refused(spec: str, message: str) -> None:
             {"input": {"format": "E4M4", "scaling": {"kind": "none"}}},
             "format is 'E4M4'; accepted: E4M3, E5M2, E4M3FNUZ, E5M2FNUZ",
         ),
-        ({"input": {"format": "E8M0", "scaling": {"kind": "none"}}}, "format is 'E8M0'; accepted: E4M3"),
+        (
+            {"input": {"format": "E8M0", "scaling": {"kind": "none"}}},
+            "format is 'E8M0'; accepted: E4M3",
+        ),
         (
             {"input": {"scaling": {"kind": "fixed"}}},
             "kind is 'fixed'; accepted: none, static, current, delayed, block",

@@ -6,11 +6,11 @@ compile any more.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,19 @@ def compiled_ptx(
     capability: int = 90,
     num_warps: int = 4,
     enable_fp_fusion: bool = False,
+    aligned: Iterable[str] = (),
 ) -> str:
     """The PTX of a kernel.
 
     Args:
         kernel: Where the jitted function is, as "package.module:function".
         signature: The Triton type of each run-time argument: "*fp32", "i32", ...
-        constants: The value of each compile-time argument.
+        constants: The value of each compile-time argument; anything that can be pickled.
         capability: The target's compute capability: 90 is sm_90.
         num_warps: Warps a program.
         enable_fp_fusion: Whether multiply and add may become one operation.
+        aligned: The run-time arguments that are multiples of 16, as Triton finds them to be at most
+            launches: pointers, sizes. Without it no access is wider than an element.
 
     Returns:
         The PTX text.
@@ -47,21 +50,23 @@ def compiled_ptx(
         "constants": dict(constants),
         "capability": capability,
         "options": {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion},
+        "aligned": list(aligned),
     }
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     # The child imports what this process would, installed or not.
     environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     done = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import _main; _main()"],
-        input=json.dumps(request),
+        input=pickle.dumps(request),
         env=environment,
         capture_output=True,
-        text=True,
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{kernel} does not compile for sm_{capability}:\n{done.stderr}")
-    return done.stdout
+        raise RuntimeError(
+            f"{kernel} does not compile for sm_{capability}:\n{done.stderr.decode()}"
+        )
+    return done.stdout.decode()
 
 
 def _main() -> None:
@@ -70,13 +75,17 @@ def _main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    request = json.load(sys.stdin)
+    request = pickle.load(sys.stdin.buffer)
     module, name = request["kernel"].split(":")
     function = getattr(import_module(module), name)
     signature = {
         argument: request["signature"].get(argument, "constexpr") for argument in function.arg_names
     }
-    source = ASTSource(function, signature=signature, constexprs=request["constants"])
+    divisible = {
+        (function.arg_names.index(argument),): [["tt.divisibility", 16]]
+        for argument in request["aligned"]
+    }
+    source = ASTSource(function, signature, constexprs=request["constants"], attrs=divisible)
     target = GPUTarget("cuda", request["capability"], 32)
     compiled = triton.compile(source, target=target, options=request["options"])
     sys.stdout.write(compiled.asm["ptx"])

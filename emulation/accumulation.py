@@ -1,0 +1,111 @@
+"""The sum over K of a matrix product, tile by tile, with promotion and the scales of blocks."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8lab.emulation.chain import (
+    BUFFER,
+    SMALLEST_C,
+    TILE_M,
+    TILE_M_THREADED,
+    TILE_N,
+    Steps,
+    decoded,
+    fused_multiply_add,
+    steps_of,
+)
+from fp8lab.emulation.matmul_scales import Factors
+from fp8lab.emulation.tensorcore import TensorCore
+
+Array = npt.NDArray[Any]
+Float32Array = npt.NDArray[np.float32]
+
+
+def accumulate(
+    a: Array,
+    b: Array,
+    core: TensorCore,
+    *,
+    start: Float32Array,
+    promote: int | None,
+    factors: Factors,
+    threads: int,
+) -> Float32Array:
+    """One chain over all of K, or a total of chains over each `promote` of k.
+
+    Args:
+        a, b: Codes, (M, K) and (K, N).
+        core: The arithmetic of a step.
+        start: (M, N), what the chain or the total starts from.
+        promote: k after which a partial sum is added to the total, a multiple of core.block_k, or
+            None. Scales of blocks take part in that addition, in one fused multiply-add.
+        factors: The scales; those that are not of blocks are left to the caller.
+        threads: How many threads share the tiles.
+
+    Returns:
+        (M, N) float32. Where nothing is promoted, values of the core's accumulator type.
+    """
+    total = start.copy()
+    m, n = total.shape
+    left, right = decoded(np.asarray(a).T, core), decoded(np.asarray(b), core)
+    magnitude = np.abs(start)
+    # A total is never aligned, only what a chain starts from.
+    tiny = promote is None and bool(((magnitude > 0) & (magnitude < SMALLEST_C)).any())
+    steps_on_tile = steps_of(left, right, core, tiny=tiny)
+    count = left.values.shape[0]
+    tile_m = TILE_M if threads <= 1 else TILE_M_THREADED
+    tiles = list(product(_slices(m, tile_m), _slices(n, TILE_N)))
+
+    def work(tile: tuple[slice, slice]) -> None:
+        with np.errstate(all="ignore"):
+            old = np.setbufsize(BUFFER)
+            try:
+                steps = steps_on_tile(*tile)
+                if promote is None:
+                    total[tile] = steps(0, count, total[tile])
+                else:
+                    length = promote // core.step_k
+                    total[tile] = _promoted(steps, count, length, total[tile], factors, tile)
+            finally:
+                np.setbufsize(old)
+
+    if threads <= 1 or len(tiles) == 1:
+        for tile in tiles:
+            work(tile)
+        return total
+    with ThreadPoolExecutor(threads) as pool:
+        # NumPy keeps the buffer's size in a context variable: each thread needs a context.
+        for done in [pool.submit(contextvars.copy_context().run, work, tile) for tile in tiles]:
+            done.result()
+    return total
+
+
+def _promoted(
+    steps: Steps,
+    count: int,
+    length: int,
+    total: Float32Array,
+    factors: Factors,
+    tile: tuple[slice, slice],
+) -> Float32Array:
+    """The total of a tile: chains of `length` steps from zero, added one after the other."""
+    zero = np.zeros_like(total)
+    for block, first in enumerate(range(0, count, length)):
+        partial = steps(first, min(first + length, count), zero)
+        if factors.block_k is None:
+            total = total + partial
+        else:
+            total = fused_multiply_add(partial, factors.of_block(block, *tile), total)
+    return total
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    return (slice(first, min(first + step, size)) for first in range(0, size, step))

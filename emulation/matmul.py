@@ -1,0 +1,309 @@
+"""Matrix products, bit for bit as a tensor core and cuBLASLt's epilogues give them.
+
+    a is (M, K), b is (K, N); the result is (M, N)
+
+The core's arithmetic is data (`fp8lab.emulation.tensorcore`); the sum over K comes in a fast form
+(`fp8lab.emulation.accumulation`) and a slow one (`fp8lab.emulation.dot`). Here is what lies around
+it: checks, scales, bias, the output type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from fp8lab.emulation.accumulation import accumulate
+from fp8lab.emulation.matmul_scales import Factors, factors_from
+from fp8lab.emulation.tensorcore import (
+    ADA_FP8,
+    BLACKWELL_FP8,
+    HOPPER_BF16,
+    HOPPER_F16,
+    HOPPER_FP8,
+    HOPPER_FP8_F16,
+    HOPPER_FP8_VIA_F16,
+    IEEE_FLOAT32,
+    TENSOR_CORES,
+    Lowering,
+    TensorCore,
+    lowering,
+)
+
+__all__ = [
+    "ADA_FP8",
+    "BLACKWELL_FP8",
+    "HOPPER_BF16",
+    "HOPPER_F16",
+    "HOPPER_FP8",
+    "HOPPER_FP8_F16",
+    "HOPPER_FP8_VIA_F16",
+    "IEEE_FLOAT32",
+    "TENSOR_CORES",
+    "Lowering",
+    "TensorCore",
+    "lowering",
+    "matmul",
+    "matmul_at",
+]
+
+Array = npt.NDArray[Any]
+Float32Array = npt.NDArray[np.float32]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT32 = np.dtype(np.float32)
+_NAN = np.array(0x7FFFFFFF, dtype=np.uint32).view(np.float32)
+_NAN_BFLOAT16 = np.array(0x7FFF, dtype=np.uint16).view(_BFLOAT16)
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    *,
+    core: TensorCore = HOPPER_FP8,
+    accumulator: npt.ArrayLike | None = None,
+    promote_every: int | None = None,
+    inverse_scale_a: npt.ArrayLike | None = None,
+    inverse_scale_b: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    out_dtype: npt.DTypeLike = np.float32,
+    threads: int = 1,
+) -> Array:
+    """The product of two matrices of codes, as the card gives it.
+
+    Order. Without promotion, one chain of the core's steps over all of K, started from the
+    accumulator (or zero). With `promote_every` = P, a chain from zero for each P of k; each partial
+    is added to a float32 total, rounded to nearest even, which starts from the accumulator. Then,
+    in float32, each operation rounded to nearest even:
+
+    - scales of one element, or one a row and one a column: result * (scale_a * scale_b);
+    - scales of blocks along K: inside the sum, total = fma(partial, scale_a * scale_b, total) with
+      one rounding;
+    - result + bias;
+    - the cast to `out_dtype`.
+
+    Args:
+        a: (M, K), of a dtype that the core takes (ml_dtypes' types for FP8 and bfloat16).
+        b: (K, N), likewise; the two may differ.
+        core: The arithmetic of a step.
+        accumulator: (M, N) in the core's accumulator type (a float32 array of float16 values will
+            do for float16). What the chain, or the total, starts from.
+        promote_every: A multiple of the core's block of k. None is one chain; with scales of blocks
+            it is the length of a block.
+        inverse_scale_a: One value, (M, 1), or a value a block of K: (M, K/128), (M, K/32), or
+            (M/128, K/128), rounded up. float32, or E8M0 codes.
+        inverse_scale_b: One value, (1, N), or (K/128, N), (K/32, N), or (K/128, N/128), rounded up.
+        bias: float32 or bfloat16, (N,), or (M, N): a gradient that the product is added to.
+        out_dtype: float32 or bfloat16.
+        threads: How many threads work; each element's bits are the same for any number.
+
+    Returns:
+        (M, N) of `out_dtype`. Any NaN operand, Inf times 0, or Inf minus Inf gives NaN (0x7FFFFFFF,
+        in bfloat16 0x7FFF); other infinities follow IEEE 754. A sum that is zero is +0, whatever
+        the signs of its terms. With K = 0 there is no step: the accumulator stays, or zeros. K
+        that is not a multiple of a step is padded with zeros, which changes no bit.
+
+    Raises:
+        TypeError: Operands of a dtype that the core does not take, or another `out_dtype`.
+        ValueError: Shapes that do not fit, or a `promote_every` that is not a multiple of the
+            core's block of k or differs from the length of the scales' blocks.
+
+    Source: measured on an H200 (wgmma, and cuBLASLt through torch._scaled_mm); the order of the
+    bias is this lab's own.
+
+    >>> import numpy as np
+    >>> from fp8lab.formats import E4M3
+    >>> a = np.array([[448, 1]], np.float32).astype(E4M3.dtype)
+    >>> b = np.array([[448], [0.875]], np.float32).astype(E4M3.dtype)
+    >>> matmul(a, b).item()  # 200704 + 0.875, cut to 14 bits
+    200704.0
+    """
+    given = _checked(
+        a,
+        b,
+        core=core,
+        accumulator=accumulator,
+        promote_every=promote_every,
+        inverse_scale_a=inverse_scale_a,
+        inverse_scale_b=inverse_scale_b,
+        bias=bias,
+        out_dtype=out_dtype,
+        threads=threads,
+    )
+    return _product(given)
+
+
+def matmul_at(
+    a: Array, b: Array, rows: npt.ArrayLike, columns: npt.ArrayLike, **options: Any
+) -> Array:
+    """Some elements of `matmul(a, b, ...)`: those where the chosen rows and columns cross.
+
+    Each element depends on its row of A and its column of B alone, so a product too large to
+    compute is checked by a sample.
+
+    Args:
+        a, b: As for `matmul`.
+        rows, columns: Indices, at least 0.
+        options: The keyword arguments of `matmul`, of the whole product's shapes.
+
+    Returns:
+        (len(rows), len(columns)).
+
+    >>> import numpy as np
+    >>> from fp8lab.formats import E4M3
+    >>> a = np.eye(300, dtype=np.float32).astype(E4M3.dtype)
+    >>> matmul_at(a, a, [7, 299], [299]).tolist()
+    [[0.0], [1.0]]
+    """
+    rows, columns = np.asarray(rows, dtype=np.intp), np.asarray(columns, dtype=np.intp)
+    whole = _checked(a, b, **options)
+    part = np.ix_(rows, columns)
+    bias = whole.bias
+    if bias is not None:
+        bias = bias[columns] if bias.ndim == 1 else bias[part]
+    return _product(
+        replace(
+            whole,
+            a=a[rows],
+            b=b[:, columns],
+            start=whole.start[part],
+            factors=whole.factors.at(rows, columns),
+            bias=bias,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The arguments of a product, checked."""
+
+    a: Array
+    b: Array
+    core: TensorCore
+    start: Float32Array
+    promote: int | None
+    factors: Factors
+    bias: Float32Array | None
+    out_dtype: np.dtype[Any]
+    threads: int
+
+
+def _product(given: _Product) -> Array:
+    with np.errstate(all="ignore"):
+        total = accumulate(
+            given.a,
+            given.b,
+            given.core,
+            start=given.start,
+            promote=given.promote,
+            factors=given.factors,
+            threads=given.threads,
+        )
+        if given.factors.given and given.factors.block_k is None:
+            total = total * given.factors.over_all()
+        if given.bias is not None:
+            total = total + given.bias
+        nan = np.isnan(total)
+        if given.out_dtype == _BFLOAT16:
+            return np.where(nan, _NAN_BFLOAT16, total.astype(_BFLOAT16))
+        return np.where(nan, _NAN, total)
+
+
+def _checked(
+    a: Array,
+    b: Array,
+    *,
+    core: TensorCore = HOPPER_FP8,
+    accumulator: npt.ArrayLike | None = None,
+    promote_every: int | None = None,
+    inverse_scale_a: npt.ArrayLike | None = None,
+    inverse_scale_b: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    out_dtype: npt.DTypeLike = np.float32,
+    threads: int = 1,
+) -> _Product:
+    _check_operands(a, b, core)
+    (m, k), n = a.shape, b.shape[1]
+    out = np.dtype(out_dtype)
+    if out not in (_FLOAT32, _BFLOAT16):
+        raise TypeError(f"out_dtype is {out}; accepted: float32, bfloat16")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; accepted: 1 and up")
+    factors = factors_from(inverse_scale_a, inverse_scale_b, m, k, n)
+    return _Product(
+        a,
+        b,
+        core,
+        _checked_accumulator(accumulator, core, (m, n)),
+        _checked_promotion(promote_every, factors, core),
+        factors,
+        _checked_bias(bias, m, n),
+        out,
+        threads,
+    )
+
+
+def _check_operands(a: Array, b: Array, core: TensorCore) -> None:
+    for name, matrix in (("a", a), ("b", b)):
+        if not isinstance(matrix, np.ndarray) or matrix.dtype.name not in core.operands:
+            kind = matrix.dtype if isinstance(matrix, np.ndarray) else type(matrix).__name__
+            raise TypeError(
+                f"{name} is of {kind}; {core.name} takes: {', '.join(core.operands)}"
+                " (view raw bytes as fmt.dtype)"
+            )
+        if matrix.ndim != 2:
+            raise ValueError(f"{name} has shape {matrix.shape}; accepted: two dimensions")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"a has shape {a.shape} and b {b.shape}; accepted: (M, K) and (K, N) of one K"
+        )
+
+
+def _checked_accumulator(
+    accumulator: npt.ArrayLike | None, core: TensorCore, shape: tuple[int, int]
+) -> Float32Array:
+    if accumulator is None:
+        return np.zeros(shape, dtype=np.float32)
+    given = np.asarray(accumulator)
+    if given.dtype not in (_FLOAT32, np.dtype(core.accumulator)):
+        raise TypeError(f"accumulator has dtype {given.dtype}; accepted: {core.accumulator}")
+    if given.shape != shape:
+        raise ValueError(f"accumulator has shape {given.shape}; accepted: {shape}")
+    with np.errstate(invalid="ignore", over="ignore"):
+        start = given.astype(np.float32)
+        if core.accumulator == "float16" and not np.array_equal(
+            start.astype(np.float16).astype(np.float32), start, equal_nan=True
+        ):
+            raise ValueError("accumulator holds values that float16 does not")
+    return start
+
+
+def _checked_promotion(promote_every: int | None, factors: Factors, core: TensorCore) -> int | None:
+    promote = factors.block_k if promote_every is None else promote_every
+    if promote is None:
+        return None
+    if factors.block_k not in (None, promote):
+        raise ValueError(
+            f"promote_every is {promote!r}, but the scales have blocks of {factors.block_k} along"
+            " K; accepted: that number, or None"
+        )
+    if not isinstance(promote, int) or promote < 1 or promote % core.block_k:
+        raise ValueError(
+            f"promote_every is {promote!r}; accepted: a multiple of {core.block_k}, the block of k"
+            f" of {core.name}"
+        )
+    return promote
+
+
+def _checked_bias(bias: npt.ArrayLike | None, m: int, n: int) -> Float32Array | None:
+    if bias is None:
+        return None
+    given = np.asarray(bias)
+    if given.dtype not in (_FLOAT32, _BFLOAT16):
+        raise TypeError(f"bias has dtype {given.dtype}; accepted: float32, bfloat16")
+    if given.shape not in ((n,), (m, n)):
+        raise ValueError(f"bias has shape {given.shape}; accepted: {(n,)} or {(m, n)}")
+    return given.astype(np.float32)

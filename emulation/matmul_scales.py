@@ -1,0 +1,121 @@
+"""The inverse scales of a matrix product: which of the accepted shapes was given, and its factors.
+
+`ceil(K / 128)` is written K/128 here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8lab.emulation.casting import dequantize
+from fp8lab.formats import E8M0
+
+Array = npt.NDArray[Any]
+Float32Array = npt.NDArray[np.float32]
+
+BLOCK = 128
+MX_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The scales of both operands.
+
+    Attributes:
+        a: float32 (1 or M, 1 or blocks of K).
+        b: float32 (1 or blocks of K, 1 or N).
+        block_k: How many k share a scale; None where all do.
+        given: Whether there is any scale at all.
+    """
+
+    a: Float32Array
+    b: Float32Array
+    block_k: int | None
+    given: bool
+
+    def over_all(self) -> Float32Array:
+        """scale_a * scale_b rounded to float32; broadcasts to (M, N). Only without blocks."""
+        return np.asarray(self.a * self.b)
+
+    def of_block(self, block: int, rows: slice, columns: slice) -> Float32Array:
+        """scale_a * scale_b of one block of K on a tile."""
+        a = self.a[:, min(block, self.a.shape[1] - 1)]
+        b = self.b[min(block, self.b.shape[0] - 1)]
+        a = a if a.size == 1 else a[rows]
+        b = b if b.size == 1 else b[columns]
+        return np.asarray(a[:, None] * b[None, :])
+
+    def at(self, rows: Array, columns: Array) -> Factors:
+        """Those of some rows of A and columns of B."""
+        return Factors(
+            self.a if self.a.shape[0] == 1 else self.a[rows],
+            self.b if self.b.shape[1] == 1 else self.b[:, columns],
+            self.block_k,
+            self.given,
+        )
+
+
+def factors_from(
+    inverse_scale_a: npt.ArrayLike | None,
+    inverse_scale_b: npt.ArrayLike | None,
+    m: int,
+    k: int,
+    n: int,
+) -> Factors:
+    """Tell by its shape what each scale is for.
+
+    Raises:
+        TypeError: A scale that is neither floating nor E8M0.
+        ValueError: A shape that is none of the accepted ones, or blocks of different lengths.
+    """
+    a, block_a = _by_row("inverse_scale_a", inverse_scale_a, m, k, transposed=False)
+    # B's scales are A's with rows and columns swapped.
+    b, block_b = _by_row("inverse_scale_b", inverse_scale_b, n, k, transposed=True)
+    if block_a is not None and block_b is not None and block_a != block_b:
+        raise ValueError(
+            f"inverse_scale_a has blocks of {block_a} along K and inverse_scale_b of {block_b};"
+            " accepted: one length"
+        )
+    given = inverse_scale_a is not None or inverse_scale_b is not None
+    block = block_a if block_a is not None else block_b
+    return Factors(a, b.T, block, given)
+
+
+def _by_row(
+    name: str, scale: npt.ArrayLike | None, rows: int, k: int, *, transposed: bool
+) -> tuple[Float32Array, int | None]:
+    """A scale as (1 or rows, 1 or blocks of K), and the length of the blocks."""
+    if scale is None:
+        return np.ones((1, 1), dtype=np.float32), None
+    given = _float32(name, scale)
+    if given.size == 1:
+        return given.reshape(1, 1), None
+    table = given.T if transposed else given
+    blocks, mx_blocks, row_blocks = -(-k // BLOCK), -(-k // MX_BLOCK), -(-rows // BLOCK)
+    if table.shape == (rows, 1):
+        return table, None
+    if table.shape == (rows, blocks):
+        return table, BLOCK
+    if table.shape == (rows, mx_blocks):
+        return table, MX_BLOCK
+    if table.shape == (row_blocks, blocks):
+        return np.repeat(table, BLOCK, axis=0)[:rows], BLOCK
+    shapes = [(rows, 1), (rows, blocks), (rows, mx_blocks), (row_blocks, blocks)]
+    if transposed:
+        shapes = [(second, first) for first, second in shapes]
+    accepted = ", ".join(str(shape) for shape in dict.fromkeys(shapes))
+    raise ValueError(f"{name} has shape {given.shape}; accepted: one value, {accepted}")
+
+
+def _float32(name: str, scale: npt.ArrayLike) -> Float32Array:
+    given = np.asarray(scale)
+    if given.dtype == E8M0.dtype:
+        return np.asarray(dequantize(given), dtype=np.float32)
+    if given.dtype.kind not in "fiu":
+        raise TypeError(f"{name} has dtype {given.dtype}; accepted: float32, E8M0")
+    with np.errstate(all="ignore"):
+        return given.astype(np.float32)

@@ -1,0 +1,378 @@
+"""How fast the FP8 products are on a card, beside cuBLASLt in the same run, and how exact.
+
+    python -m fp8lab.experiments.bench_matmul [--out FOLDER] [--only TEXT] [--seconds S]
+    python -m fp8lab.experiments.bench_matmul --draw FOLDER      (no card needed)
+
+Each contestant is captured into a CUDA graph, so that only the device counts, and cycles through
+operands larger than the L2 cache. Rounds are interleaved, ours and cuBLASLt's by turns, because the
+clock follows the heat: "hot" is back to back, "rested" single launches with pauses between them.
+Medians; operands are random normal numbers (zeros would draw less power and run faster).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp8lab.bridge import to_numpy
+from fp8lab.emulation.matmul import matmul_at
+from fp8lab.errors import UserError
+from fp8lab.experiments.plot_matmul import draw
+from fp8lab.kernels.matmul import matmul, tune
+from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
+
+# torch types neither.
+_event: Any = torch.cuda.Event
+_sleep: Any = torch.cuda._sleep
+
+ROWS = "bench-matmul.jsonl"
+FLOPS_A_CLOCK = 8192  # FP8 multiply-adds count twice; of one multiprocessor of sm_90
+CYCLED = 200 << 20  # bytes of operands that launches cycle through: more than three L2 caches
+MOST_SETS = 12
+ROUNDS = 7
+RESTED = 9
+
+
+def shapes() -> dict[str, tuple[int, int, int]]:
+    """M (tokens), N and K of each product: cubes, the layers of Llama 3 8B and 70B, few tokens."""
+    found = {"cube 4096": (4096, 4096, 4096), "cube 8192": (8192, 8192, 8192)}
+    layers = {
+        "8B qkv": (6144, 4096),
+        "8B out": (4096, 4096),
+        "8B gate, up": (28672, 4096),
+        "8B down": (4096, 14336),
+        "70B qkv": (10240, 8192),
+        "70B out": (8192, 8192),
+        "70B gate, up": (57344, 8192),
+        "70B down": (8192, 28672),
+    }
+    for tokens in (4096, 16384):
+        found |= {f"{name} {tokens}": (tokens, *layer) for name, layer in layers.items()}
+    for tokens in (16, 64, 128, 512):
+        for name in ("8B out", "8B gate, up"):
+            found[f"{name} {tokens}"] = (tokens, *layers[name])
+    return found
+
+
+Launch = Callable[[int], object]  # of one product on operand set i
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One contract, by us and by cuBLASLt.
+
+    Attributes:
+        name: What is compared.
+        blocks: Whether scales are of blocks.
+        promote: k between promotions, None for one chain.
+    """
+
+    name: str
+    blocks: bool
+    promote: int | None
+
+
+MODES = (
+    Mode("native", False, None),
+    Mode("promoted 128", False, 128),
+    Mode("1x128 by 128x128", True, 128),
+)
+
+
+class Operands:
+    """Several sets of random operands of one shape, and one result."""
+
+    def __init__(self, m: int, n: int, k: int) -> None:
+        self.sizes = m, n, k
+        self.count = min(MOST_SETS, max(1, CYCLED // ((m + n) * k)))
+        self.a = [_codes(m, k) for _ in range(self.count)]
+        self.b = [_codes(n, k).t() for _ in range(self.count)]
+        self.out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        self.one = torch.ones((), device="cuda")
+        self.rows = (torch.rand(k // 128, m, device="cuda") + 0.1).t()
+        self.squares = (torch.rand(n // 128, k // 128, device="cuda") + 0.1).t()
+
+    def scales(self, mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.rows, self.squares) if mode.blocks else (self.one, self.one)
+
+    def ours(self, mode: Mode, index: int) -> torch.Tensor:
+        a, b = self.scales(mode)
+        return matmul(
+            self.a[index % self.count],
+            self.b[index % self.count],
+            inverse_scale_a=a,
+            inverse_scale_b=b,
+            promote_every=mode.promote,
+            out=self.out,
+            out_dtype=torch.bfloat16,
+        )
+
+    def tune(self, mode: Mode) -> None:
+        """Let this shape take the fastest of the frozen settings."""
+        a, b = self.scales(mode)
+        tune(
+            self.a[0],
+            self.b[0],
+            inverse_scale_a=a,
+            inverse_scale_b=b,
+            promote_every=mode.promote,
+            out=self.out,
+            out_dtype=torch.bfloat16,
+        )
+
+    def theirs(self, mode: Mode, index: int) -> torch.Tensor:
+        a, b = self.scales(mode)
+        result: torch.Tensor = torch._scaled_mm(
+            self.a[index % self.count],
+            self.b[index % self.count],
+            scale_a=a,
+            scale_b=b,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=mode.promote is None,
+        )
+        return result
+
+
+def _codes(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+
+
+class Telemetry:
+    """Clock, power and temperature of the card, five times a second, by nvidia-smi."""
+
+    def __init__(self) -> None:
+        query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+        self.samples: list[tuple[float, list[float]]] = []
+        try:
+            self._process: subprocess.Popen[str] | None = subprocess.Popen(
+                ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "200"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError:
+            self._process = None
+            return
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                values = [float(cell) for cell in line.split(",")]
+            except ValueError:
+                continue  # "[N/A]"
+            self.samples.append((time.perf_counter(), values))
+
+    def median(self, start: float, end: float) -> dict[str, float | None]:
+        """Medians over a span of `time.perf_counter`; None where there is no sample."""
+        inside = [values for when, values in list(self.samples) if start <= when <= end]
+        names = ("clock_mhz", "power_w", "temperature_c")
+        if not inside:
+            return dict.fromkeys(names)
+        return {
+            name: statistics.median(values[place] for values in inside)
+            for place, name in enumerate(names)
+        }
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+
+
+def captured(launch: Launch, count: int) -> torch.cuda.CUDAGraph:
+    """A graph of so many launches, which has run once."""
+    for index in range(2):
+        launch(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            launch(index)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def timed(graph: torch.cuda.CUDAGraph, *, cover: bool = False) -> float:
+    """Milliseconds of one replay. `cover` hides the host's start behind a wait on the device."""
+    begin, end = (_event(enable_timing=True) for _ in range(2))
+    if cover:
+        _sleep(1_000_000)
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def measure(operands: Operands, mode: Mode, seconds: float, telemetry: Telemetry) -> Row:
+    """One row: both contestants, hot and rested."""
+    m, n, k = operands.sizes
+    contestants: dict[str, Launch] = {
+        "fp8lab": lambda index: operands.ours(mode, index),
+        "cublaslt": lambda index: operands.theirs(mode, index),
+    }
+    operands.tune(mode)
+    different = int((operands.ours(mode, 0) != operands.theirs(mode, 0)).sum())
+    # So many launches that a hot round of one contestant takes its share of the time.
+    single = max(timed(captured(contestants["cublaslt"], 1)), 1e-3)
+    share = seconds * 1e3 / (2 * (ROUNDS + 1))
+    count = int(min(200, max(operands.count, share / single)))
+    graphs = {name: captured(launch, count) for name, launch in contestants.items()}
+    hot: dict[str, list[float]] = {name: [] for name in graphs}
+    start = time.perf_counter()
+    for _ in range(ROUNDS + 1):
+        for name, graph in graphs.items():
+            hot[name].append(timed(graph) / count)
+    sampled = telemetry.median(start, time.perf_counter())
+    few = max(1, int(0.5 / single))  # launches of about half a millisecond
+    short = {name: captured(launch, few) for name, launch in contestants.items()}
+    rested: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(RESTED):
+        for name, graph in short.items():
+            time.sleep(0.004)
+            rested[name].append(timed(graph, cover=True) / few)
+    row: Row = {"kind": "speed", "mode": mode.name, "m": m, "n": n, "k": k}
+    row |= {"launches": count, "operand_sets": operands.count, "different": different, **sampled}
+    for heat, times in (("hot", hot), ("rested", rested)):
+        kept = {name: values[1:] for name, values in times.items()}
+        ratios = [t / o for o, t in zip(kept["fp8lab"], kept["cublaslt"], strict=True)]
+        row[heat] = {
+            "ratio": statistics.median(ratios),
+            **{
+                f"{name}_tflops": 2e-9 * m * n * k / statistics.median(values)
+                for name, values in kept.items()
+            },
+        }
+    if sampled["clock_mhz"]:
+        units = torch.cuda.get_device_properties(0).multi_processor_count
+        ceiling = units * FLOPS_A_CLOCK * sampled["clock_mhz"] * 1e6 / 1e12
+        row["share_of_ceiling"] = row["hot"]["fp8lab_tflops"] / ceiling
+    return row
+
+
+def error_rows() -> Iterator[Row]:
+    """The relative error of native and promoted sums as K grows: the card, and the oracle.
+
+    The error is the norm of the difference from the exact product of the codes over the norm of
+    that product, on a sample of 32 x 32 elements of a product of random normal operands.
+    """
+    for k in (2**power for power in range(5, 17)):
+        torch.manual_seed(k)
+        a, b = _codes(256, k), _codes(256, k).t()
+        left, right = to_numpy(a), to_numpy(b)
+        rows = columns = np.arange(0, 256, 8)
+        exact = left[rows].astype(np.float64) @ right[:, columns].astype(np.float64)
+        for name, promote in (("native", None), ("promoted 128", 128), ("promoted 32", 32)):
+            card = to_numpy(matmul(a, b, promote_every=promote))[np.ix_(rows, columns)]
+            oracle = matmul_at(left, right, rows, columns, promote_every=promote)
+            yield {
+                "kind": "error",
+                "mode": name,
+                "k": k,
+                "card": _relative(card, exact),
+                "oracle": _relative(oracle, exact),
+                "different": int((card.view(np.uint32) != oracle.view(np.uint32)).sum()),
+            }
+
+
+def _relative(got: Any, exact: Any) -> float:
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+
+
+def summary(rows: list[Row]) -> str:
+    """Ratios of each mode: the geometric mean, and the worst shape."""
+    lines = []
+    for mode in MODES:
+        mine = [row for row in rows if row["kind"] == "speed" and row["mode"] == mode.name]
+        if not mine:
+            continue
+        for heat in ("hot", "rested"):
+            mean = statistics.geometric_mean(row[heat]["ratio"] for row in mine)
+            worst = min(mine, key=lambda row: float(row[heat]["ratio"]))
+            lines.append(
+                f"{mode.name:<17} {heat:<7} geometric mean {mean:.3f}, worst"
+                f" {worst[heat]['ratio']:.3f} at {worst['shape']}"
+            )
+        bits = sum(row["different"] for row in mine)
+        lines.append(f"{mode.name:<17} elements that differ from cuBLASLt: {bits}")
+    return "\n".join(lines)
+
+
+def run(folder: Path, only: str, seconds: float) -> None:
+    """Measure, print a line a row, and write the rows."""
+    if not torch.cuda.is_available():
+        raise UserError(
+            "bench_matmul needs a CUDA device; --draw FOLDER redraws its figures without"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    head = {
+        "kind": "run",
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m fp8lab.experiments.bench_matmul", *sys.argv[1:]]),
+        "environment": environment("cuda"),
+    }
+    rows: list[Row] = [head]
+    telemetry = Telemetry()
+    print(f"{'shape':<22} {'mode':<17} hot: ours  cuBLASLt  ratio   rested ratio   MHz    W")
+    try:
+        for name, sizes in shapes().items():
+            if only not in name:
+                continue
+            operands = Operands(*sizes)
+            for mode in MODES:
+                row = measure(operands, mode, seconds, telemetry) | {"shape": name}
+                rows.append(row)
+                hot, rested = row["hot"], row["rested"]
+                print(
+                    f"{name:<22} {mode.name:<17} {hot['fp8lab_tflops']:9.0f} "
+                    f"{hot['cublaslt_tflops']:9.0f} {hot['ratio']:6.3f} {rested['ratio']:14.3f}"
+                    f" {row['clock_mhz'] or 0:5.0f} {row['power_w'] or 0:4.0f}"
+                    + (f"  {row['different']} differ" if row["different"] else ""),
+                    flush=True,
+                )
+            del operands
+        rows += error_rows()
+    finally:
+        telemetry.close()
+        write_atomically(folder / ROWS, "".join(to_json(row) + "\n" for row in rows))
+    print(summary(rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("figures/h200"), help="where rows go")
+    parser.add_argument("--only", default="", help="shapes whose name holds this text")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of hot work a row")
+    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw from rows alone")
+    chosen = parser.parse_args()
+    try:
+        if chosen.draw is None:
+            run(chosen.out, chosen.only, chosen.seconds)
+        folder = chosen.draw or chosen.out
+        for path in draw(read_rows(folder / ROWS), folder):
+            print(path)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,239 @@
+"""The optimizer's speed on a GPU, as a share of the device copy of the same run.
+
+    python -m fp8lab.experiments.bench_optimizer [--out FOLDER] [--tune] [--redraw]
+
+Every round times the copy and all cases of a group once, one after the other, so that clocks and
+heat are shared; what is reported is the median of the rounds. Rows go to FOLDER/optimizer.jsonl,
+the picture that is drawn from them to FOLDER/optimizer.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8lab.errors import UserError
+from fp8lab.experiments.optimizer_cases import (
+    EIGHT_BIT,
+    FLOAT32,
+    MODELS,
+    STATE_CASES,
+    Shapes,
+    StateCase,
+    make_plan,
+    sharded,
+)
+from fp8lab.experiments.plot_optimizer import draw
+from fp8lab.kernels.adamw import step_constants
+from fp8lab.kernels.adamw_plan import AdamPlan
+from fp8lab.kernels.gradients import GradientPlan
+from fp8lab.kernels.launch import ElementwiseSettings
+from fp8lab.optimizer_formats import order_named
+from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
+
+ROUNDS = 9
+COPY_ELEMENTS = 1 << 28  # float32: 1 GiB in, 1 GiB out
+OPTIONS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+Step = Callable[[], Any]
+# name -> (the step, elements, bytes it must move for each)
+Group = dict[str, tuple[Step, int, float]]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark, or draw its rows again."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("figures/h200"))
+    parser.add_argument("--tune", action="store_true", help="try launch settings, too")
+    parser.add_argument("--redraw", action="store_true", help="draw the rows that are there")
+    options = parser.parse_args(arguments)
+    rows_file = options.out / "optimizer.jsonl"
+    if options.redraw:
+        rows = read_rows(rows_file)
+    else:
+        if not torch.cuda.is_available():
+            raise UserError("the benchmark needs a CUDA device; torch finds none")
+        rows = [{"environment": environment("cuda"), "rounds": ROUNDS}]
+        options.out.mkdir(parents=True, exist_ok=True)
+        for row in measure(options.tune):
+            rows.append(row)
+            print(line_of(row), flush=True)
+            write_atomically(rows_file, "".join(to_json(r) + "\n" for r in rows))
+    draw(rows, rows_file.with_suffix(".png"))
+
+
+def measure(tune: bool) -> Iterator[Row]:
+    """All groups, each on fresh memory."""
+    for name, shapes in MODELS.items():
+        yield from _run(f"norm: {name}", norm_group(shapes))
+        yield from _run(f"AdamW: {name}", adamw_group(name, shapes))
+    shapes = MODELS["1.3B (24 layers of 2048)"]
+    for case in STATE_CASES:
+        yield from _run("states: 1.3B", {case.name: step_of(shapes, case)})
+    for ranks in (8, 64):
+        group = {case.name: step_of(sharded(shapes, ranks), case) for case in (FLOAT32, EIGHT_BIT)}
+        yield from _run(f"sharded over {ranks}: 1.3B", group)
+    yield from _run("graph: 1.3B over 64", graph_group(sharded(shapes, 64)))
+    if tune:
+        for case in (FLOAT32, EIGHT_BIT):
+            yield from _run(f"tune: {case.name}", tune_group(case))
+
+
+def norm_group(shapes: Shapes) -> Group:
+    """Unscale, finite check and norm of float32 gradients against torch's norm alone."""
+    grads = [torch.randn(shape, device="cuda") for shape in shapes]
+    elements = sum(grad.numel() for grad in grads)
+    plan = GradientPlan(grads)
+    scale, limit = (torch.ones(1, device="cuda") for _ in range(2))
+    return {
+        "fp8lab": (lambda: plan.run(inverse_scale=scale, max_norm=limit), elements, 4),
+        "torch foreach": (
+            lambda: torch.nn.utils.get_total_norm(grads, foreach=True),
+            elements,
+            4,
+        ),
+    }
+
+
+def adamw_group(name: str, shapes: Shapes) -> Group:
+    """float32 everywhere: the lab's orders against torch's own kernels."""
+    group = {"fp8lab plain": step_of(shapes, FLOAT32)}
+    if name == next(iter(MODELS)):
+        for order in ("torch", "torch_cuda", "apex"):
+            group[f"fp8lab {order}"] = step_of(shapes, replace(FLOAT32, order=order))
+    for kind in ("fused", "foreach"):
+        if kind == "foreach" and name != next(iter(MODELS)):
+            continue
+        params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer = torch.optim.AdamW(params, **OPTIONS, **{kind: True})  # type: ignore[arg-type]
+        elements = sum(param.numel() for param in params)
+        group[f"torch {kind}"] = (optimizer.step, elements, 28)
+    return group
+
+
+def step_of(
+    shapes: Shapes, case: StateCase, settings: ElementwiseSettings | None = None
+) -> tuple[Step, int, float]:
+    """A step of the lab's kernel with gradient factor, skip flag and constants on the device."""
+    plan = make_plan(shapes, case, settings)
+    elements = sum(t.param.numel() for t in plan.tensors)
+    return launcher(plan, case), elements, case.bytes_moved
+
+
+def launcher(plan: AdamPlan, case: StateCase) -> Step:
+    """One step of a plan, as training takes it."""
+    constants = step_constants(order_named(case.order), step=10, **OPTIONS).cuda()
+    flags = {
+        "factor": torch.ones(1, device="cuda"),
+        "skip": torch.zeros(1, dtype=torch.int32, device="cuda"),
+        "seed": torch.zeros(1, dtype=torch.int64, device="cuda"),
+    }
+    return lambda: plan.launch(constants, **flags)
+
+
+def graph_group(shapes: Shapes) -> Group:
+    """A whole step (norm, constants, update) launched, and replayed from a CUDA graph."""
+    plan = make_plan(shapes, FLOAT32)
+    grads = GradientPlan([t.grad for t in plan.tensors])
+    numbers = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1]], dtype=torch.float64, device="cuda")
+    steps = torch.zeros(1, dtype=torch.int64, device="cuda")
+    constants = torch.zeros(1, 9, device="cuda")
+    one = torch.ones(1, device="cuda")
+
+    def whole() -> None:
+        summary = grads.run(inverse_scale=one, max_norm=one)
+        plan.advance(numbers, steps, constants, skip=summary.skip)
+        plan.launch(constants, factor=summary.factor, skip=summary.skip)
+
+    whole()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        whole()
+    elements = sum(t.param.numel() for t in plan.tensors)
+    return {"launched": (whole, elements, 32), "graph": (graph.replay, elements, 32)}
+
+
+def tune_group(case: StateCase) -> Group:
+    """Launch settings on one tensor."""
+    shapes = MODELS["one tensor of 2^28"]
+    group = {}
+    for block in (512, 1024, 2048, 4096):
+        for warps in (2, 4, 8):
+            if 2 <= block // (warps * 32) <= 32:
+                settings = ElementwiseSettings(block, warps)
+                group[f"block {block}, {warps} warps"] = step_of(shapes, case, settings)
+    return group
+
+
+def _run(title: str, group: Group) -> Iterator[Row]:
+    """Time a group in interleaved rounds, beside the copy; then let its memory go."""
+    source = torch.empty(COPY_ELEMENTS, device="cuda")
+    target = torch.empty_like(source)
+    cases: Group = {"copy": (partial(target.copy_, source), COPY_ELEMENTS, 8), **group}
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for name, (step, _, _) in cases.items():  # compiled, and warm
+        step()
+        times[name] = []
+    torch.cuda.synchronize()
+    for _ in range(ROUNDS):
+        for name, (step, _, _) in cases.items():
+            times[name].append(_milliseconds(step))
+    rates = {
+        name: elements * size / statistics.median(times[name]) / 1e6
+        for name, (_, elements, size) in cases.items()
+    }
+    for name, (_, elements, size) in group.items():
+        yield {
+            "group": title,
+            "name": name,
+            "elements": elements,
+            "bytes_per_element": size,
+            "milliseconds": round(statistics.median(times[name]), 4),
+            "spread": round(max(times[name]) / min(times[name]), 3),
+            "gigabytes_per_second": round(rates[name], 1),
+            "copy": round(rates["copy"], 1),
+            "share_of_copy": round(rates[name] / rates["copy"], 4),
+        }
+    group.clear()
+    cases.clear()
+    del source, target, step  # or the next group finds no room
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _milliseconds(step: Step) -> float:
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def line_of(row: Row) -> str:
+    """A row as a line of the printed table."""
+    return (
+        f"{row['group']:<34} {row['name']:<36} {row['bytes_per_element']:6.2f} B"
+        f" {row['milliseconds']:9.3f} ms {row['gigabytes_per_second']:7.0f} GB/s"
+        f" {row['share_of_copy']:6.3f} of copy"
+    )
+
+
+if __name__ == "__main__":
+    main()

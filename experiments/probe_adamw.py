@@ -1,0 +1,246 @@
+"""Which order of operations torch's CUDA optimizers follow: every candidate against the card.
+
+    python -m fp8lab.experiments.probe_adamw [--golden FILE]
+
+One step is taken from a random state. The moments are compared with each candidate's, then the
+parameter with each candidate's from the moments that the card gave, so that one wrong guess hides
+no other. The four best are printed: how many of the elements differ. 0 names the order. With
+--golden, the card's float32 powers and 20 steps of its fused kernel are written to an npz file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from fp8lab.bridge import to_numpy
+from fp8lab.emulation.adamw_orders import new_moments, new_param, step_constants
+from fp8lab.errors import UserError
+from fp8lab.optimizer_formats import (
+    APEX,
+    TORCH_CUDA,
+    TORCH_FOREACH_CUDA,
+    AdamOrder,
+    Constants,
+    Decay,
+    Denominator,
+    FirstMoment,
+    SecondMoment,
+    Update,
+)
+
+SIZE = 1 << 20
+STEP = 10
+OPTIONS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+GOLDEN_BETAS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+GOLDEN_STEPS = 64
+GOLDEN_SIZE = 1003
+# apex's formula, compiled with nvcc's defaults, to see which products it fuses.
+FORMULA = r"""
+extern "C" __global__ void apex_step(float* p, const float* g, float* m, float* v, float b1,
+    float b2, float c1, float c2, float eps, float lr, float wd, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  float grad = g[i], mean = m[i], square = v[i], weight = p[i];
+  mean = b1 * mean + (1 - b1) * grad;
+  square = b2 * square + (1 - b2) * grad * grad;
+  float denominator = sqrtf(square / c2) + eps;
+  float update = mean / c1 / denominator + wd * weight;
+  m[i] = mean;
+  v[i] = square;
+  p[i] = weight - lr * update;
+}
+"""
+State = tuple[Any, Any, Any, Any]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the counts; write the golden file when asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--golden", type=Path)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise UserError("the probe needs a CUDA device; torch finds none")
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}")
+    powers = card_powers(OPTIONS["betas"], STEP)
+    for kind in ("fused", "foreach"):
+        for decoupled in (True, False):
+            state = random_state()
+            found = torch_step(state, kind, decoupled)
+            title = f"torch {kind} {'AdamW' if decoupled else 'Adam with L2'}"
+            base = TORCH_CUDA if kind == "fused" else TORCH_FOREACH_CUDA
+            compare(title, state, found, base, decoupled, powers)
+    state = random_state()
+    try:
+        compare(
+            "the formula of apex, as nvcc compiles it", state, apex_step(state), APEX, True, None
+        )
+    except (AttributeError, RuntimeError) as error:
+        print(f"the formula of apex cannot be compiled here: {error}")
+    if options.golden is not None:
+        write_golden(options.golden)
+
+
+def random_state() -> State:
+    """param, grad, exp_avg, exp_avg_sq of a training run, float32."""
+    rng = np.random.default_rng(0)
+    param, grad, exp_avg, root = (rng.normal(size=SIZE).astype(np.float32) for _ in range(4))
+    return (
+        param,
+        grad * np.float32(0.02),
+        exp_avg * np.float32(0.01),
+        (root * np.float32(0.01)) ** 2,
+    )
+
+
+def torch_step(state: State, kind: str, decoupled: bool) -> tuple[Any, Any, Any]:
+    """What torch makes of the state in step STEP."""
+    param, grad, exp_avg, exp_avg_sq = (torch.from_numpy(array.copy()).cuda() for array in state)
+    chosen = torch.optim.AdamW if decoupled else torch.optim.Adam
+    holder = torch.nn.Parameter(param)
+    optimizer = chosen([holder], **OPTIONS, fused=kind == "fused", foreach=kind == "foreach")
+    holder.grad = torch.zeros_like(holder)
+    optimizer.step()  # makes the state
+    with torch.no_grad():
+        holder.copy_(torch.from_numpy(state[0]).cuda())
+    kept = optimizer.state[holder]
+    kept["exp_avg"].copy_(exp_avg)
+    kept["exp_avg_sq"].copy_(exp_avg_sq)
+    kept["step"].fill_(STEP - 1.0)
+    holder.grad = grad
+    optimizer.step()
+    return to_numpy(holder), to_numpy(kept["exp_avg"]), to_numpy(kept["exp_avg_sq"])
+
+
+def apex_step(state: State) -> tuple[Any, Any, Any]:
+    """What the compiled formula makes of the state."""
+    kernel = torch.cuda._compile_kernel(FORMULA, "apex_step")
+    param, grad, exp_avg, exp_avg_sq = (torch.from_numpy(array.copy()).cuda() for array in state)
+    k = step_constants(APEX, step=STEP, **OPTIONS)
+    numbers = (k.beta1, k.beta2, k.correction1, k.correction2, k.eps, k.lr, k.decay)
+    arguments = (param, grad, exp_avg, exp_avg_sq, *(float(x) for x in numbers), SIZE)
+    kernel((SIZE // 256, 1, 1), (256, 1, 1), arguments)
+    torch.cuda.synchronize()
+    return to_numpy(param), to_numpy(exp_avg), to_numpy(exp_avg_sq)
+
+
+def compare(
+    title: str,
+    state: State,
+    found: tuple[Any, Any, Any],
+    base: AdamOrder,
+    decoupled: bool,
+    powers: tuple[float, float] | None,
+) -> None:
+    """Print how many elements differ from each candidate, the best first."""
+    print(title)
+    param, grad, exp_avg, exp_avg_sq = state
+    moments: dict[str, list[tuple[int, str]]] = {"exp_avg": [], "exp_avg_sq": []}
+    for constants, fused in itertools.product(get_args(Constants), (True, False)):
+        chosen = replace(base, constants=constants, l2_fused=fused)
+        for first, second in itertools.zip_longest(get_args(FirstMoment), get_args(SecondMoment)):
+            order = replace(
+                chosen, first_moment=first or "weighted", second_moment=second or "square"
+            )
+            k = step_constants(order, step=STEP, decoupled=decoupled, **OPTIONS)
+            m, v = new_moments(param, grad, exp_avg, exp_avg_sq, k, order, decoupled)
+            how = f"constants {constants}" + ("" if decoupled else f", l2_fused {fused}")
+            if first:
+                moments["exp_avg"].append((differing(m, found[1]), f"{first}, {how}"))
+            if second:
+                moments["exp_avg_sq"].append((differing(v, found[2]), f"{second}, {how}"))
+    if decoupled:
+        for name, candidate, place in in_float64(state):
+            moments[name].append((differing(candidate, found[place]), "in float64, rounded once"))
+    params = [
+        (differing(new_param(param, found[1], found[2], k, order, decoupled), found[0]), text)
+        for order, k, text in param_candidates(base, decoupled, powers)
+    ]
+    for name, counts in {**moments, "param": params}.items():
+        shown = {text: count for count, text in sorted(counts)[:4]}
+        print(f"  {name}: " + "; ".join(f"{count} {text}" for text, count in shown.items()))
+
+
+def param_candidates(
+    base: AdamOrder, decoupled: bool, powers: tuple[float, float] | None
+) -> Iterator[tuple[AdamOrder, Any, str]]:
+    """Every way from moments to a parameter."""
+    for decay, denominator, update, constants in itertools.product(
+        get_args(Decay), get_args(Denominator), get_args(Update), get_args(Constants)
+    ):
+        if (decay == "inside") != (update == "inside_fused"):
+            continue
+        order = replace(
+            base, decay=decay, denominator=denominator, update=update, constants=constants
+        )
+        for known in (None, powers) if constants == "float32" and powers else (None,):
+            k = step_constants(order, step=STEP, decoupled=decoupled, powers=known, **OPTIONS)
+            whose = ", the card's powers" if known else ""
+            yield order, k, f"{decay}, {denominator}, {update}, {constants}{whose}"
+
+
+def in_float64(state: State) -> Iterator[tuple[str, Any, int]]:
+    """The moments as a kernel gets them whose betas are doubles."""
+    _, grad, exp_avg, exp_avg_sq = (array.astype(np.float64) for array in state)
+    beta1, beta2 = OPTIONS["betas"]
+    yield "exp_avg", (beta1 * exp_avg + (1 - beta1) * grad).astype(np.float32), 1
+    square = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+    yield "exp_avg_sq", square.astype(np.float32), 2
+
+
+def differing(one: Any, other: Any) -> int:
+    """How many float32 differ in their bits."""
+    return int((one.view(np.uint32) != other.view(np.uint32)).sum())
+
+
+def card_powers(betas: tuple[float, float], step: int) -> tuple[float, float]:
+    """beta**step in float32, as the card's powf computes it."""
+    base = torch.tensor(betas, dtype=torch.float32, device="cuda")
+    exponent = torch.full_like(base, float(step))
+    first, second = torch.pow(base, exponent).tolist()
+    return first, second
+
+
+def write_golden(path: Path) -> None:
+    """The card's powers for common betas, and 20 steps of its fused kernel, for the tests."""
+    steps = torch.arange(1, GOLDEN_STEPS + 1, dtype=torch.float32, device="cuda")
+    base = torch.tensor(GOLDEN_BETAS, dtype=torch.float32, device="cuda")
+    powers = to_numpy(torch.pow(base[:, None], steps))
+    rng = np.random.default_rng(7)
+    start = rng.normal(size=GOLDEN_SIZE).astype(np.float32)
+    grads = (rng.normal(size=(20, GOLDEN_SIZE)) * 0.01).astype(np.float32)
+    holder = torch.nn.Parameter(torch.from_numpy(start.copy()).cuda())
+    optimizer = torch.optim.AdamW([holder], **OPTIONS, fused=True)
+    for grad in grads:
+        holder.grad = torch.from_numpy(grad).cuda()
+        optimizer.step()
+    kept = optimizer.state[holder]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(
+        path,
+        betas=np.array(GOLDEN_BETAS),
+        powers=powers,
+        start=start,
+        grads=grads,
+        param=to_numpy(holder),
+        exp_avg=to_numpy(kept["exp_avg"]),
+        exp_avg_sq=to_numpy(kept["exp_avg_sq"]),
+        torch=np.array(torch.__version__),
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Which kernel computes a product, and with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fp8lab.formats import BFLOAT16, E4M3, E5M2, Float8Format
+from fp8lab.kernels.float_device import ElementCode
+from fp8lab.kernels.launch import interpreted, launch
+from fp8lab.kernels.matmul_device import ProductPlan, matmul_kernel
+from fp8lab.kernels.matmul_product import ALIGNMENT, Product, aligned, multiprocessors
+from fp8lab.kernels.matmul_settings import (
+    NATIVE_CANDIDATES,
+    PROMOTED_CANDIDATES,
+    MatmulSettings,
+    fits,
+    settings_for,
+)
+
+FORMATS: dict[torch.dtype, Float8Format] = {
+    getattr(torch, fmt.dtype_name): fmt for fmt in (E4M3, E5M2)
+}
+
+# Products that were tuned, and what was fastest.
+_TUNED: dict[Hashable, MatmulSettings | None] = {}
+
+
+def fastest(product: Product) -> MatmulSettings | None:
+    """Time the candidates on a product, and let those alike take the fastest from now on.
+
+    Returns:
+        The fastest settings of the plain kernel, or None where the fast kernel beats them.
+    """
+    candidates: list[MatmulSettings | None] = [
+        candidate
+        for candidate in (NATIVE_CANDIDATES if product.promote is None else PROMOTED_CANDIDATES)
+        if fits(candidate, wide=_wide(product))
+    ]
+    if _is_fast(product):
+        candidates.append(None)
+    times = {
+        candidate: triton.testing.do_bench(
+            lambda candidate=candidate: launch_product(product, candidate, tuned=False),
+            warmup=5,
+            rep=20,
+            return_mode="median",
+        )
+        for candidate in candidates
+    }
+    _TUNED[product.key] = min(candidates, key=times.__getitem__)
+    return _TUNED[product.key]
+
+
+def launch_product(
+    product: Product, settings: MatmulSettings | None, *, tuned: bool = True
+) -> None:
+    """Launch one of the kernels: the fast one where there are no settings and it applies.
+
+    Args:
+        tuned: Whether settings that are not given may be those that were tuned.
+    """
+    if settings is None and tuned:
+        settings = _TUNED.get(product.key)
+    if settings is None and _is_fast(product):
+        _fast().launch_promoted(product)
+    else:
+        _launch_plain(product, settings)
+
+
+def _is_fast(product: Product) -> bool:
+    return not interpreted() and bool(_fast().applies(product))
+
+
+def _wide(product: Product) -> bool:
+    """Whether a tile of float32 passes through shared memory at the end."""
+    return product.out.dtype == torch.float32 or product.bias_kind == "matrix"
+
+
+@lru_cache
+def _fast() -> Any:
+    """The module of the fast kernel: loaded on a card only, where it can run."""
+    return import_module("fp8lab.kernels.matmul_gluon")
+
+
+def _launch_plain(product: Product, settings: MatmulSettings | None) -> None:
+    m, n, k = product.sizes
+    programs = multiprocessors(product.a.device)
+    if settings is None:
+        settings = settings_for(
+            m,
+            n,
+            promoted=product.promote is not None,
+            wide=_wide(product),
+            multiprocessors=programs,
+        )
+    if product.promote is not None:
+        settings = settings.with_block_k(product.promote)
+    bfloat16 = product.out.dtype == torch.bfloat16
+    out: Any = product.out.view(torch.int16) if bfloat16 else product.out
+    by_descriptor = bfloat16 and n * out.element_size() % ALIGNMENT == 0
+    plan = product_plan(product, settings, out_descriptor=by_descriptor)
+    tiles = triton.cdiv(m, settings.block_m) * triton.cdiv(n, settings.block_n)
+    scales = product.scales
+    launch(
+        matmul_kernel,
+        (min(programs, tiles),),
+        _descriptor(product.a, settings.block_m, settings.block_k),
+        _descriptor(product.b, settings.block_n, settings.block_k),
+        TensorDescriptor.from_tensor(out, [settings.block_m, settings.block_n])
+        if by_descriptor
+        else out,
+        scales.a,
+        scales.b,
+        product.bias,
+        product.start,
+        m,
+        n,
+        k,
+        *scales.strides,
+        PLAN=plan,
+        A_CODE=_code(product.a.dtype),
+        B_CODE=_code(product.b.dtype),
+        OUT_CODE=ElementCode.of(BFLOAT16, saturate=False),
+        num_warps=settings.num_warps,
+        num_stages=settings.num_stages,
+    )
+
+
+def product_plan(
+    product: Product, settings: MatmulSettings, *, out_descriptor: bool
+) -> ProductPlan:
+    """The compile-time part of a launch."""
+    scales = product.scales
+    return ProductPlan(
+        block_m=settings.block_m,
+        block_n=settings.block_n,
+        block_k=settings.block_k,
+        group_m=settings.group_m,
+        promote=product.promote is not None,
+        scaling=scales.kind,
+        rows_per_scale=scales.rows_per_entry,
+        columns_per_scale=scales.columns_per_entry,
+        scale_a_e8m0=scales.a_e8m0,
+        scale_b_e8m0=scales.b_e8m0,
+        start=product.start is not None,
+        bias=product.bias_kind,
+        bfloat16=product.out.dtype == torch.bfloat16,
+        out_descriptor=out_descriptor,
+        hardware=not interpreted(),
+        warp_specialize=settings.warp_specialize,
+    )
+
+
+@lru_cache
+def _code(dtype: torch.dtype) -> ElementCode:
+    return ElementCode.of(FORMATS[dtype], saturate=True)
+
+
+def _descriptor(codes: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    ready = aligned(codes)
+    if interpreted():
+        ready = ready.view(torch.uint8)
+    return TensorDescriptor.from_tensor(ready, [rows, columns])

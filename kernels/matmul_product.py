@@ -1,0 +1,80 @@
+"""A matrix product whose arguments are checked, as the kernels that compute it take it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import triton
+
+from fp8lab.kernels.launch import interpreted
+from fp8lab.kernels.matmul_scales import Scales
+
+# The copy engine takes rows that start at multiples of this many bytes.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Product:
+    """The arguments of one product.
+
+    Attributes:
+        a: (M, K) codes, row-major.
+        b: (N, K) codes, row-major.
+        out: (M, N), contiguous.
+        start: The accumulator.
+        promote: k after which a partial sum is promoted, or None.
+        scales: The inverse scales.
+        bias: (N,) or (M, N).
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    start: torch.Tensor | None
+    promote: int | None
+    scales: Scales
+    bias: torch.Tensor | None
+
+    @property
+    def bias_kind(self) -> Literal["none", "vector", "matrix"]:
+        """Of what shape the bias is."""
+        if self.bias is None:
+            return "none"
+        return "vector" if self.bias.dim() == 1 else "matrix"
+
+    @property
+    def key(self) -> Hashable:
+        """What decides how long it takes: products of one key are alike."""
+        scaling = self.scales.kind, self.scales.block_k
+        given = self.start is not None, self.bias_kind, self.promote
+        types = self.a.dtype, self.b.dtype, self.out.dtype
+        return (self.a.device, self.sizes, scaling, given, types)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return self.a.shape[0], self.b.shape[0], self.a.shape[1]
+
+
+def aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Row-major codes in rows that the copy engine can read: themselves, or a copy with zeros."""
+    rows, k = codes.shape
+    starts_aligned = codes.stride(0) % ALIGNMENT == 0 and codes.data_ptr() % ALIGNMENT == 0
+    if k and codes.stride(1) == 1 and starts_aligned:
+        return codes
+    width = max(1, triton.cdiv(k, ALIGNMENT)) * ALIGNMENT
+    copy = torch.zeros((rows, width), dtype=torch.uint8, device=codes.device)
+    copy[:, :k] = codes.view(torch.uint8)
+    return copy.view(codes.dtype)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time; 4 under the interpreter, so that a program gets tiles."""
+    if interpreted():
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

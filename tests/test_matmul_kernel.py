@@ -1,0 +1,334 @@
+"""The matrix product kernel under the interpreter, what it refuses, and what it compiles to.
+
+The interpreter does not have the tensor core's arithmetic. So the operands here are such that no
+order of accumulation changes a bit, which the strategy proves; scales, promotion and bias are
+computed outside the tensor core, in one order, and are as wild as anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8lab.emulation.matmul import lowering
+from fp8lab.emulation.matmul import matmul as oracle
+from fp8lab.formats import BFLOAT16, E4M3, E5M2, E8M0, Float8Format
+from fp8lab.kernels.float_device import ElementCode
+from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradient
+from fp8lab.kernels.matmul import matmul
+from fp8lab.kernels.matmul_device import ProductPlan
+from fp8lab.kernels.matmul_settings import (
+    NATIVE_CANDIDATES,
+    PROMOTED_CANDIDATES,
+    MatmulSettings,
+    fits,
+    settings_for,
+)
+from fp8lab.testing import assert_bits_equal, compiled_ptx, run_kernel, to_torch
+from fp8lab.testing.products import OrderFreeProduct, order_free_products
+
+Array = np.ndarray[Any, Any]
+TINY = MatmulSettings(64, 32, 128, num_warps=4, num_stages=1)
+DTYPES = ("float8_e4m3fn", "float8_e5m2")
+SIZES = (st.integers(1, 70), st.integers(1, 40), st.sampled_from([0, 1, 31, 32, 33, 130, 256]))
+
+
+def run(a: Array, b: Array, device: str, **options: Any) -> torch.Tensor:
+    """The kernel on NumPy operands: a (M, K), b (K, N)."""
+    wrapped: dict[str, Any] = {
+        name: to_torch(np.ascontiguousarray(value), device=device)
+        if isinstance(value, np.ndarray)
+        else value
+        for name, value in options.items()
+    }
+    left = to_torch(np.ascontiguousarray(a), device=device)
+    right = to_torch(np.ascontiguousarray(b.T), device=device).t()
+    return run_kernel(matmul, left, right, **wrapped)
+
+
+def check(a: Array, b: Array, device: str, **options: Any) -> None:
+    """The kernel's bits are the oracle's, in float32 and in bfloat16."""
+    for narrow in (False, True):
+        kernel_type = torch.bfloat16 if narrow else torch.float32
+        oracle_type = ml_dtypes.bfloat16 if narrow else np.float32
+        got = run(a, b, device, out_dtype=kernel_type, settings=TINY, **options)
+        assert_bits_equal(got, oracle(a, b, out_dtype=oracle_type, **options))
+
+
+def scales_of(kind: str, seed: int, m: int, k: int, n: int) -> dict[str, Array]:
+    """Random inverse scales of both operands."""
+    rng = np.random.default_rng(seed)
+    blocks, mx_blocks = -(-k // 128), -(-k // 32)
+    shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+        "tensor": ((1, 1), (1, 1)),
+        "vectors": ((m, 1), (1, n)),
+        "1x128 by 128x128": ((m, blocks), (blocks, -(-n // 128))),
+        "1x128 by 1x128": ((m, blocks), (blocks, n)),
+        "128x128 by 1x128": ((-(-m // 128), blocks), (blocks, n)),
+        "mx": ((m, mx_blocks), (mx_blocks, n)),
+    }
+    values = [np.exp2(rng.uniform(-4, 4, shape)).astype(np.float32) for shape in shapes[kind]]
+    if kind == "mx":
+        codes = [rng.integers(120, 134, shape).astype(np.uint8) for shape in shapes[kind]]
+        values = [code.view(E8M0.dtype) for code in codes]
+    return {"inverse_scale_a": values[0], "inverse_scale_b": values[1]}
+
+
+KINDS = ("tensor", "vectors", "1x128 by 128x128", "1x128 by 1x128", "128x128 by 1x128", "mx")
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_equals_the_oracle(device: str, data: st.DataObject) -> None:
+    names = tuple(data.draw(st.sampled_from(DTYPES), label=side) for side in "ab")
+    product = data.draw(order_free_products((names[0], names[1]), sizes=SIZES), label="product")
+    m, n = product.a.shape[0], product.b.shape[1]
+    options: dict[str, Any] = {"promote_every": data.draw(st.sampled_from([None, 32, 64, 128]))}
+    seed = data.draw(st.integers(0, 99), label="seed")
+    rng = np.random.default_rng(seed)
+    if data.draw(st.booleans(), label="accumulator"):
+        options["accumulator"] = small_start(product, seed, (m, n))
+    if data.draw(st.booleans(), label="bias"):
+        shape = data.draw(st.sampled_from([(n,), (m, n)]))
+        options["bias"] = rng.standard_normal(shape).astype(np.float32)
+    check(product.a, product.b, device, **options)
+
+
+def small_start(product: OrderFreeProduct, seed: int, shape: tuple[int, int]) -> Array:
+    """Accumulators that leave a product free of order: multiples of its unit, and few of them."""
+    room = int(2.0**14 - product.bound / product.unit) - 1
+    rng = np.random.default_rng(seed)
+    steps = rng.integers(-min(room, 50), min(room, 50) + 1, shape)
+    return (steps * product.unit + 0.0).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_scales(kind: str, device: str, data: st.DataObject) -> None:
+    sizes = (st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 96, 130, 256]))
+    product = data.draw(order_free_products(("float8_e4m3fn", "float8_e5m2"), sizes=sizes))
+    (m, k), n = product.a.shape, product.b.shape[1]
+    if "128x128 by" in kind or kind.endswith("128x128"):
+        m, n = min(m, 3), min(n, 3)
+        product = replace(product, a=product.a[:m], b=product.b[:, :n])
+    scales = scales_of(kind, data.draw(st.integers(0, 99)), m, k, n)
+    check(product.a, product.b, device, **scales)
+
+
+def test_blocks_of_128_rows_and_columns(device: str) -> None:
+    a = np.full((130, 140), 1.0, np.float32).astype(E4M3.dtype)
+    b = np.full((140, 132), 2.0, np.float32).astype(E5M2.dtype)
+    for kind in ("1x128 by 128x128", "128x128 by 1x128"):
+        check(a, b, device, **scales_of(kind, 5, 130, 140, 132))
+
+
+def test_every_setting_gives_the_same_bits(device: str) -> None:
+    rng = np.random.default_rng(1)
+    a = rng.integers(-4, 5, (65, 160)).astype(np.float32).astype(E4M3.dtype)
+    b = rng.integers(-4, 5, (160, 66)).astype(np.float32).astype(E4M3.dtype)
+    expected = oracle(a, b)
+    for candidate in NATIVE_CANDIDATES:
+        assert_bits_equal(run(a, b, device, settings=candidate), expected)
+    for candidate in PROMOTED_CANDIDATES:
+        assert_bits_equal(run(a, b, device, settings=candidate, promote_every=64), expected)
+
+
+def test_strided_operands_and_scales_are_read_where_they_lie(device: str) -> None:
+    rng = np.random.default_rng(2)
+    wide = rng.integers(-4, 5, (8, 64)).astype(np.float32).astype(E4M3.dtype)
+    a = to_torch(wide, device=device)[1::2, 16:48]
+    b = to_torch(wide, device=device)[::2, 3:35]  # not aligned
+    scale = torch.rand(8, 2, device=device)[::2, :1]
+    got = run_kernel(matmul, a, b.t(), inverse_scale_a=scale, inverse_scale_b=scale.t())
+    factor = scale.cpu().numpy()
+    expected = oracle(
+        wide[1::2, 16:48], wide[::2, 3:35].T, inverse_scale_a=factor, inverse_scale_b=factor.T
+    )
+    assert_bits_equal(got, expected)
+
+
+def test_nothing_gives_nothing(device: str) -> None:
+    for m, k, n in ((0, 5, 3), (2, 5, 0), (2, 0, 3)):
+        a, b = np.zeros((m, k), E4M3.dtype), np.zeros((k, n), E5M2.dtype)
+        assert_bits_equal(run(a, b, device), np.zeros((m, n), np.float32))
+    start = np.full((2, 3), 1 + 2.0**-23, np.float32)
+    got = run(np.zeros((2, 0), E4M3.dtype), np.zeros((0, 3), E4M3.dtype), device, accumulator=start)
+    assert_bits_equal(got, start)
+
+
+def test_the_three_products_of_a_linear_layer(device: str) -> None:
+    rng = np.random.default_rng(3)
+
+    def codes(rows: int, columns: int, fmt: Float8Format) -> Array:
+        return rng.integers(-3, 4, (rows, columns)).astype(np.float32).astype(fmt.dtype)
+
+    def on_device(array: Array) -> torch.Tensor:
+        return to_torch(np.ascontiguousarray(array), device=device)
+
+    x, w, dy = codes(33, 48, E4M3), codes(20, 48, E4M3), codes(33, 20, E5M2)
+    y = run_kernel(forward, on_device(x), on_device(w))
+    assert_bits_equal(y, oracle(x, w.T))
+    dx = run_kernel(data_gradient, on_device(dy), on_device(w.T))
+    assert_bits_equal(dx, oracle(dy, w))
+    scale = torch.tensor(0.3, device=device)
+    dw = run_kernel(weight_gradient, on_device(dy.T), on_device(x.T), inverse_scale_a=scale)
+    expected = oracle(dy.T, x, inverse_scale_a=np.float32(0.3))
+    assert_bits_equal(dw, expected)
+    held = rng.standard_normal((20, 48), np.float32)
+    gradient = on_device(held.copy())
+    result = run_kernel(
+        weight_gradient,
+        on_device(dy.T),
+        on_device(x.T),
+        inverse_scale_a=scale,
+        accumulate=gradient,
+    )
+    assert result is gradient
+    assert_bits_equal(gradient, held + expected)
+
+
+def test_bad_input_is_refused_before_any_launch(device: str) -> None:
+    a = to_torch(np.zeros((64, 256), E4M3.dtype), device=device)
+    b = to_torch(np.zeros((48, 256), E4M3.dtype), device=device).t()
+    one = torch.ones((), device=device)
+    call: Any = matmul
+    ones = partial(torch.ones, device=device)
+    elsewhere = torch.zeros(48, 256, dtype=torch.float8_e4m3fn, device="meta").t()
+    refused: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "a is a list", partial(call, [1], b)),
+        (ValueError, r"\(64, 256\) and b \(64, 256\)", partial(matmul, a, a)),
+        (ValueError, "two dimensions", partial(matmul, a[0], b)),
+        (TypeError, "a has dtype torch.float32", partial(matmul, a.float(), b)),
+        (TypeError, "b has dtype torch.uint8", partial(matmul, a, b.view(torch.uint8))),
+        (ValueError, "b has strides.*column-major", partial(matmul, a, b.contiguous())),
+        (ValueError, "a has strides.*row-major", partial(matmul, a[:, ::2], b[::2])),
+        (ValueError, "a has strides", partial(matmul, a[:1].expand(9, -1), b)),
+        (ValueError, "b is on meta", partial(matmul, a, elsewhere)),
+        (ValueError, "promote_every is 48", partial(matmul, a, b, promote_every=48)),
+        (ValueError, "promote_every is 256", partial(matmul, a, b, promote_every=256)),
+        (TypeError, "out_dtype is torch.float16", partial(matmul, a, b, out_dtype=torch.half)),
+        (ValueError, "out has shape", partial(matmul, a, b, out=ones(48, 64))),
+        (TypeError, "out has dtype", partial(matmul, a, b, out=ones(64, 48).bfloat16())),
+        (ValueError, "out has.*contiguous", partial(matmul, a, b, out=ones(48, 64).t())),
+        (ValueError, "bias has shape", partial(matmul, a, b, bias=ones(64))),
+        (TypeError, "bias has dtype", partial(matmul, a, b, bias=ones(48).half())),
+        (ValueError, "accumulator has shape", partial(matmul, a, b, accumulator=ones(48))),
+        (TypeError, "inverse_scale_a is a float", partial(call, a, b, inverse_scale_a=1.0)),
+        (TypeError, "inverse_scale_a has dtype", partial(matmul, a, b, inverse_scale_a=one.half())),
+        (ValueError, "inverse_scale_b has shape", partial(matmul, a, b, inverse_scale_b=ones(48))),
+        (
+            ValueError,
+            "inverse_scale_a has shape",
+            partial(matmul, a, b, inverse_scale_a=ones(2, 64)),
+        ),
+        (
+            ValueError,
+            "one length",
+            partial(matmul, a, b, inverse_scale_a=ones(64, 2), inverse_scale_b=ones(8, 48)),
+        ),
+        (
+            ValueError,
+            "blocks of 128",
+            partial(matmul, a, b, inverse_scale_a=ones(64, 2), promote_every=64),
+        ),
+        (ValueError, "block_m is 32", partial(MatmulSettings, block_m=32)),
+        (ValueError, "num_warps is 2", partial(MatmulSettings, num_warps=2)),
+        (ValueError, "num_stages is 9", partial(MatmulSettings, num_stages=9)),
+    ]
+    for error, message, attempt in refused:
+        with pytest.raises(error, match=message):
+            attempt()
+
+
+@pytest.mark.parametrize("promoted", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wide: bool) -> None:
+    for m in (1, 16, 64, 65, 128, 512, 4096, 16384):
+        for n in (1, 128, 4096, 28672):
+            chosen = settings_for(m, n, promoted=promoted, wide=wide, multiprocessors=132)
+            found = lowering(chosen.block_m, chosen.block_n, chosen.block_k, chosen.num_warps)
+            assert found.core.name == "hopper_fp8"
+            assert fits(chosen, wide=wide)
+
+
+PLAN = ProductPlan(
+    block_m=128,
+    block_n=128,
+    block_k=128,
+    group_m=8,
+    promote=False,
+    scaling="none",
+    rows_per_scale=1,
+    columns_per_scale=1,
+    scale_a_e8m0=False,
+    scale_b_e8m0=False,
+    start=False,
+    bias="none",
+    bfloat16=True,
+    out_descriptor=True,
+    hardware=True,
+    warp_specialize=False,
+)
+
+
+def ptx_of(plan: ProductPlan, num_warps: int = 8) -> str:
+    sizes = ("m", "n", "k", "scale_a_stride_m", "scale_a_stride_k")
+    signature = dict.fromkeys((*sizes, "scale_b_stride_k", "scale_b_stride_n"), "i32")
+    signature |= {
+        "a": f"tensordesc<fp8e4nv[{plan.block_m}, {plan.block_k}]>",
+        "b": f"tensordesc<fp8e5[{plan.block_n}, {plan.block_k}]>",
+        "out": f"tensordesc<i16[{plan.block_m}, {plan.block_n}]>"
+        if plan.out_descriptor
+        else "*fp32",
+    }
+    constants: dict[str, Any] = {
+        "PLAN": plan,
+        "A_CODE": ElementCode.of(E4M3, saturate=True),
+        "B_CODE": ElementCode.of(E5M2, saturate=True),
+        "OUT_CODE": ElementCode.of(BFLOAT16, saturate=False),
+    }
+    present = {
+        "scale_a": plan.scaling != "none",
+        "scale_b": plan.scaling != "none",
+        "bias": plan.bias != "none",
+        "start": plan.start,
+    }
+    for name, there in present.items():
+        if there:
+            signature[name] = "*fp32"
+        else:
+            constants[name] = None
+    kernel = "fp8lab.kernels.matmul_device:matmul_kernel"
+    return compiled_ptx(kernel, signature, constants, num_warps=num_warps)
+
+
+def test_compiled_native_chain() -> None:
+    """wgmma on both formats as they are, fed by the copy engine; nothing else adds."""
+    ptx = ptx_of(PLAN)
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert not re.search(r"mma\.sync|add\.(rn\.)?f32|fma", ptx)
+
+
+def test_compiled_promotion() -> None:
+    plain = ptx_of(replace(PLAN, promote=True))
+    assert "wgmma.mma_async.sync.aligned.m64n128k32" in plain
+    assert re.search(r"add\.(rn\.)?f32", plain)
+    assert "fma" not in plain
+    blocks = replace(
+        PLAN, promote=True, scaling="blocks", columns_per_scale=128, bfloat16=False,
+        out_descriptor=False, bias="matrix", start=True,
+    )  # fmt: skip
+    ptx = ptx_of(blocks)
+    assert "fma.rn.f32" in ptx
+    assert "wgmma.mma_async" in ptx
