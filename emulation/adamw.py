@@ -56,7 +56,8 @@ def adamw(
         order: "plain", "torch", "torch_cuda", "torch_foreach", "torch_foreach_cuda", "apex", or an
             `AdamOrder`.
         decoupled: False for Adam with L2 regularisation (Kingma and Ba, 2015): the gradient becomes
-            g + wd*p, both operations rounded, or one fused multiply-add where the order says so.
+            g + wd*p, both operations rounded, or one fused multiply-add where the order says so
+            (`AdamOrder.l2`).
         powers: beta1**step and beta2**step, where a card computes them its own way ("torch_cuda":
             CUDA's powf).
 

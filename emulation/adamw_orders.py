@@ -14,6 +14,7 @@ from fp8lab.emulation.fused import Array, Float32Array, fma, power
 from fp8lab.optimizer_formats import AdamOrder
 
 VECTOR = 8  # elements that torch's CPU kernel takes at a time
+THREADS, PER_THREAD = 512, 4  # of a block of torch's CUDA kernel; elements that a thread takes
 F32 = np.float32
 
 
@@ -134,7 +135,7 @@ def new_moments(
     with np.errstate(all="ignore"):
         g = grad
         if not decoupled and not (order.skips_zero_decay and k.decay == 0):
-            g = fma(k.decay, param, g) if order.l2_fused else np.asarray(g + k.decay * param)
+            g = _with_l2(param, g, k, order)
         return _first(exp_avg, g, k, order), _second(exp_avg_sq, g, k, order)
 
 
@@ -167,6 +168,20 @@ def new_param(
                 update = fma(k.decay, p, update)
             p = fma(-k.lr, update, p)
         return np.asarray(p, dtype=np.float32)
+
+
+def _with_l2(p: Array, g: Float32Array, k: StepConstants, order: AdamOrder) -> Float32Array:
+    rounded = np.asarray(g + k.decay * p, dtype=np.float32)
+    if order.l2 == "rounded":
+        return rounded
+    fused = fma(k.decay, p, g)
+    if order.l2 == "fused":
+        return fused
+    # A thread takes 4 neighbours with one load where n allows it, else 4 elements 512 apart.
+    places = np.arange(g.size).reshape(g.shape)
+    if g.size % PER_THREAD:
+        places //= THREADS
+    return np.asarray(np.where(places % PER_THREAD == 0, rounded, fused), dtype=np.float32)
 
 
 def _decayed(p: Float32Array, k: StepConstants, order: AdamOrder, decoupled: bool) -> Float32Array:

@@ -79,7 +79,8 @@ def matmul(
     is added to a float32 total, rounded to nearest even, which starts from the accumulator. Then,
     in float32, each operation rounded to nearest even:
 
-    - scales of one element, or one a row and one a column: result * (scale_a * scale_b);
+    - scales of one element each: result * (scale_a * scale_b);
+    - scales of one a row and one a column: (result * scale_b) * scale_a;
     - scales of blocks along K: inside the sum, total = fma(partial, scale_a * scale_b, total) with
       one rounding;
     - result + bias;
@@ -203,7 +204,7 @@ def _product(given: _Product) -> Array:
             threads=given.threads,
         )
         if given.factors.given and given.factors.block_k is None:
-            total = total * given.factors.over_all()
+            total = given.factors.applied(total)
         if given.bias is not None:
             total = total + given.bias
         nan = np.isnan(total)

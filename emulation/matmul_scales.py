@@ -37,9 +37,15 @@ class Factors:
     block_k: int | None
     given: bool
 
-    def over_all(self) -> Float32Array:
-        """scale_a * scale_b rounded to float32; broadcasts to (M, N). Only without blocks."""
-        return np.asarray(self.a * self.b)
+    def applied(self, result: Float32Array) -> Float32Array:
+        """The result (M, N) scaled. Only without blocks.
+
+        One entry each: result * (scale_a * scale_b). One a row, or one a column: first by b's, then
+        by a's.
+        """
+        if self.a.size == 1 and self.b.size == 1:
+            return np.asarray(result * (self.a * self.b))
+        return np.asarray((result * self.b) * self.a)
 
     def of_block(self, block: int, rows: slice, columns: slice) -> Float32Array:
         """scale_a * scale_b of one block of K on a tile."""

@@ -4,8 +4,10 @@
 
 One step is taken from a random state. The moments are compared with each candidate's, then the
 parameter with each candidate's from the moments that the card gave, so that one wrong guess hides
-no other. The four best are printed: how many of the elements differ. 0 names the order. With
---golden, the card's float32 powers and 20 steps of its fused kernel are written to an npz file.
+no other. The four best are printed: how many of the elements differ. 0 names the order. Fused Adam
+with L2 is taken again at a size that is no multiple of 4: torch's kernel deals those elements out
+to its threads in another way. With --golden, the card's float32 powers and 20 steps of the fused
+and the foreach kernels, AdamW and Adam with L2, are written to an npz file.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from fp8lab.emulation.adamw_orders import new_moments, new_param, step_constants
 from fp8lab.errors import UserError
 from fp8lab.optimizer_formats import (
     APEX,
+    L2,
     TORCH_CUDA,
     TORCH_FOREACH_CUDA,
     AdamOrder,
@@ -46,13 +49,18 @@ OPTIONS: dict[str, Any] = {
 }
 GOLDEN_BETAS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 GOLDEN_STEPS = 64
-GOLDEN_SIZE = 1003
-# apex's formula, compiled with nvcc's defaults, to see which products it fuses.
+# Both patterns of torch's fused kernel. The second is more than a block's 2048 elements.
+GOLDEN_SIZES = (3000, 3003)
+# apex's formula, compiled with nvcc's defaults, to see which products it fuses. The numbers come
+# from memory: torch hands a Python float to a kernel as a double in one release and as a float in
+# another, and a float parameter would then be a double's lower half.
 FORMULA = r"""
-extern "C" __global__ void apex_step(float* p, const float* g, float* m, float* v, float b1,
-    float b2, float c1, float c2, float eps, float lr, float wd, int n) {
+extern "C" __global__ void apex_step(float* p, const float* g, float* m, float* v,
+    const float* numbers, int n) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
+  float b1 = numbers[0], b2 = numbers[1], c1 = numbers[2], c2 = numbers[3], eps = numbers[4];
+  float lr = numbers[5], wd = numbers[6];
   float grad = g[i], mean = m[i], square = v[i], weight = p[i];
   mean = b1 * mean + (1 - b1) * grad;
   square = b2 * square + (1 - b2) * grad * grad;
@@ -82,6 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
             title = f"torch {kind} {'AdamW' if decoupled else 'Adam with L2'}"
             base = TORCH_CUDA if kind == "fused" else TORCH_FOREACH_CUDA
             compare(title, state, found, base, decoupled, powers)
+    ragged: State = tuple(array[:-1] for array in random_state())
+    title = f"torch fused Adam with L2, {SIZE - 1} elements"
+    compare(title, ragged, torch_step(ragged, "fused", False), TORCH_CUDA, False, powers)
     state = random_state()
     try:
         compare(
@@ -129,9 +140,9 @@ def apex_step(state: State) -> tuple[Any, Any, Any]:
     kernel = torch.cuda._compile_kernel(FORMULA, "apex_step")
     param, grad, exp_avg, exp_avg_sq = (torch.from_numpy(array.copy()).cuda() for array in state)
     k = step_constants(APEX, step=STEP, **OPTIONS)
-    numbers = (k.beta1, k.beta2, k.correction1, k.correction2, k.eps, k.lr, k.decay)
-    arguments = (param, grad, exp_avg, exp_avg_sq, *(float(x) for x in numbers), SIZE)
-    kernel((SIZE // 256, 1, 1), (256, 1, 1), arguments)
+    values = (k.beta1, k.beta2, k.correction1, k.correction2, k.eps, k.lr, k.decay)
+    numbers = torch.from_numpy(np.array(values, np.float32)).cuda()
+    kernel((SIZE // 256, 1, 1), (256, 1, 1), (param, grad, exp_avg, exp_avg_sq, numbers, SIZE))
     torch.cuda.synchronize()
     return to_numpy(param), to_numpy(exp_avg), to_numpy(exp_avg_sq)
 
@@ -148,15 +159,16 @@ def compare(
     print(title)
     param, grad, exp_avg, exp_avg_sq = state
     moments: dict[str, list[tuple[int, str]]] = {"exp_avg": [], "exp_avg_sq": []}
-    for constants, fused in itertools.product(get_args(Constants), (True, False)):
-        chosen = replace(base, constants=constants, l2_fused=fused)
+    rules: tuple[L2, ...] = (base.l2,) if decoupled else get_args(L2)
+    for constants, l2 in itertools.product(get_args(Constants), rules):
+        chosen = replace(base, constants=constants, l2=l2)
         for first, second in itertools.zip_longest(get_args(FirstMoment), get_args(SecondMoment)):
             order = replace(
                 chosen, first_moment=first or "weighted", second_moment=second or "square"
             )
             k = step_constants(order, step=STEP, decoupled=decoupled, **OPTIONS)
             m, v = new_moments(param, grad, exp_avg, exp_avg_sq, k, order, decoupled)
-            how = f"constants {constants}" + ("" if decoupled else f", l2_fused {fused}")
+            how = f"constants {constants}" + ("" if decoupled else f", L2 {l2}")
             if first:
                 moments["exp_avg"].append((differing(m, found[1]), f"{first}, {how}"))
             if second:
@@ -214,19 +226,28 @@ def card_powers(betas: tuple[float, float], step: int) -> tuple[float, float]:
 
 
 def write_golden(path: Path) -> None:
-    """The card's powers for common betas, and 20 steps of its fused kernel, for the tests."""
+    """The card's powers for common betas, and 20 steps of torch's kernels, for the tests."""
     steps = torch.arange(1, GOLDEN_STEPS + 1, dtype=torch.float32, device="cuda")
     base = torch.tensor(GOLDEN_BETAS, dtype=torch.float32, device="cuda")
     powers = to_numpy(torch.pow(base[:, None], steps))
     rng = np.random.default_rng(7)
-    start = rng.normal(size=GOLDEN_SIZE).astype(np.float32)
-    grads = (rng.normal(size=(20, GOLDEN_SIZE)) * 0.01).astype(np.float32)
-    holder = torch.nn.Parameter(torch.from_numpy(start.copy()).cuda())
-    optimizer = torch.optim.AdamW([holder], **OPTIONS, fused=True)
-    for grad in grads:
-        holder.grad = torch.from_numpy(grad).cuda()
-        optimizer.step()
-    kept = optimizer.state[holder]
+    start = rng.normal(size=max(GOLDEN_SIZES)).astype(np.float32)
+    grads = (rng.normal(size=(20, max(GOLDEN_SIZES))) * 0.01).astype(np.float32)
+    outputs: dict[str, Any] = {}
+    for kind, decoupled, size in itertools.product(
+        ("fused", "foreach"), (True, False), GOLDEN_SIZES
+    ):
+        holder = torch.nn.Parameter(torch.from_numpy(start[:size].copy()).cuda())
+        chosen = torch.optim.AdamW if decoupled else torch.optim.Adam
+        optimizer = chosen([holder], **OPTIONS, fused=kind == "fused", foreach=kind == "foreach")
+        for grad in grads:
+            holder.grad = torch.from_numpy(grad[:size].copy()).cuda()
+            optimizer.step()
+        name = f"{kind}_{'adamw' if decoupled else 'adam'}_{size}"
+        kept = optimizer.state[holder]
+        for part, tensor in (("param", holder), *kept.items()):
+            if part != "step":
+                outputs[f"{name}_{part}"] = to_numpy(tensor)
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         path,
@@ -234,9 +255,7 @@ def write_golden(path: Path) -> None:
         powers=powers,
         start=start,
         grads=grads,
-        param=to_numpy(holder),
-        exp_avg=to_numpy(kept["exp_avg"]),
-        exp_avg_sq=to_numpy(kept["exp_avg_sq"]),
+        **outputs,
         torch=np.array(torch.__version__),
     )
     print(f"wrote {path}")

@@ -146,7 +146,7 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default 200)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default 160)")
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where it runs (default cpu)"
     )

@@ -53,7 +53,7 @@ class TrainingConfig:
 
     recipe: Recipe
     seed: int = 0
-    steps: int = 200
+    steps: int = 160
     batch: int = 16
     model: TransformerConfig = field(default_factory=TransformerConfig)
     peak_lr: float = 3e-3

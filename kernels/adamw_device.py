@@ -182,7 +182,7 @@ def _step(
     )
     decayed = g
     if not STEP.decoupled:
-        decayed = with_l2(p, g, k, ORDER, STEP)
+        decayed = with_l2(p, g, k, offsets, n, ORDER, STEP)
     m = first_moment(m, decayed, k, ORDER, STEP)
     v = second_moment(v, decayed, k, offsets, n, ORDER, STEP, MASKED)
     if ONLY_TOPS:

@@ -27,7 +27,7 @@ class ProductPlan:
         block_m, block_n, block_k: Sizes of a tile, and how much of K a step takes.
         group_m: Tiles that are visited down a column before the next column.
         promote: Whether each step's partial sum starts from zero and is added to a total.
-        scaling: "tensor": one factor; "vectors": one a row and one a column; "blocks": those of
+        scaling: "tensor": one factor; "vectors": one a column, then one a row; "blocks": those of
             each step, inside the sum.
         rows_per_scale, columns_per_scale: Elements that share an entry of the scales.
         scale_a_e8m0, scale_b_e8m0: Whether scales are E8M0 codes; otherwise float32.
@@ -141,7 +141,7 @@ def matmul_kernel(
         elif PLAN.scaling == "vectors":
             by_row = tl.load(scale_a + rows * scale_a_stride_m, mask=rows < m, other=0.0)
             by_column = tl.load(scale_b + columns * scale_b_stride_n, mask=columns < n, other=0.0)
-            total = total * (by_row[:, None] * by_column[None, :])
+            total = (total * by_column[None, :]) * by_row[:, None]
         if PLAN.bias == "vector":
             total = total + tl.load(bias + columns, mask=columns < n, other=0.0)[None, :]
         elif PLAN.bias == "matrix":

@@ -232,7 +232,7 @@ def _multiply(HALF: gl.constexpr, out_desc, out_tiles, rings, sizes, extras, PLA
         elif PLAN.scaling == "vectors":
             by_row = gl.load(scale_a + rows * scale_a_stride_m, mask=rows_in, other=0.0)
             by_column = gl.load(scale_b + columns * scale_b_stride_n, mask=columns_in, other=0.0)
-            total = total * (gl.expand_dims(by_row, 1) * gl.expand_dims(by_column, 0))
+            total = (total * gl.expand_dims(by_column, 0)) * gl.expand_dims(by_row, 1)
         if PLAN.bias == "vector":
             added = gl.load(bias + columns, mask=columns_in, other=0.0)
             total = total + gl.expand_dims(added, 0)

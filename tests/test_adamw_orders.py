@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -14,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8lab.emulation.adamw import adamw
-from fp8lab.emulation.adamw_orders import step_constants
-from fp8lab.optimizer_formats import ORDERS, AdamOrder, order_named
+from fp8lab.emulation.adamw_orders import new_moments, step_constants
+from fp8lab.experiments.probe_adamw import OPTIONS, STEP, differing, random_state
+from fp8lab.optimizer_formats import L2, ORDERS, AdamOrder, order_named
 from fp8lab.testing import AdamWCase, adamw_states, assert_bits_equal, to_numpy
 
 CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -24,6 +27,7 @@ MEASURED_TORCH = pytest.mark.skipif(
     reason="torch's CPU kernels fuse under AVX2 and AVX-512; this one runs"
     f" {torch.backends.cpu.get_cpu_capability()}",
 )
+GOLDEN = Path(__file__).parent / "golden" / "cuda_adamw.npz"
 
 
 def r(exact: Any) -> np.float32:
@@ -52,7 +56,7 @@ def fused(a: Any, b: Any, c: Any) -> np.float32:
 
 
 def one_element(
-    row: tuple[Any, ...], case: AdamWCase, order: AdamOrder, decoupled: bool, last: bool
+    row: tuple[Any, ...], case: AdamWCase, order: AdamOrder, decoupled: bool, place: int
 ) -> tuple[np.float32, np.float32, np.float32]:
     """The contract of `AdamOrder`, written once more, one rounded operation after another."""
     p, g, m0, v0 = row
@@ -60,7 +64,9 @@ def one_element(
     b1, w1, b2, w2 = k.beta1, k.weight1, k.beta2, k.weight2
     still = order.skips_zero_decay and k.decay == 0
     if not decoupled and not still:
-        g = fused(k.decay, p, g) if order.l2_fused else g + k.decay * p
+        turn = place if case.param.size % 4 == 0 else place // 512
+        plain = order.l2 == "rounded" or (order.l2 == "first_rounded" and turn % 4 == 0)
+        g = g + k.decay * p if plain else fused(k.decay, p, g)
     if decoupled and order.decay == "multiply":
         p = p * k.decay
     elif decoupled and order.decay == "subtract" and not still:
@@ -83,6 +89,7 @@ def one_element(
         "square_fused": lambda: fused(w2, g * g, b2 * v0),
         "nested_fused": lambda: fused(b2, v0, fused(-b2, g * g, g * g)),
     }
+    last = place >= case.param.size // 8 * 8
     v = second[(order.tail if last else None) or order.second_moment]()
     if order.denominator == "corrected_square":
         d = np.sqrt(v / k.correction2) + k.eps
@@ -109,10 +116,9 @@ def one_element(
 def test_each_order_rounds_as_it_says(case: AdamWCase, name: str, decoupled: bool) -> None:
     order = ORDERS[name]
     found = adamw(*case.tensors, order=name, decoupled=decoupled, **case.options)
-    size = case.param.size
     with np.errstate(all="ignore"):
         rows = [
-            one_element(row, case, order, decoupled, place >= size // 8 * 8)
+            one_element(row, case, order, decoupled, place)
             for place, row in enumerate(zip(*case.tensors, strict=True))
         ]
     for place, tensor in enumerate(found):
@@ -274,9 +280,112 @@ def test_an_order_is_accepted_as_itself_and_the_powers_are_a_choice() -> None:
     assert given_ones.correction1 == np.float32(1e-3) / (np.float32(1) - np.float32(0.81))
 
 
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_equals_what_a_card_recorded(kind: str, decoupled: bool) -> None:
+    """20 steps of torch.optim.AdamW or Adam, `probe_adamw --golden`."""
+    rule = f"{kind}_{'adamw' if decoupled else 'adam'}_"
+    with np.load(GOLDEN) as file:
+        golden = dict(file)
+    sizes = {int(name.split("_")[2]) for name in golden if name.startswith(rule)}
+    if not sizes:
+        pytest.skip(f"{GOLDEN.name} holds no {rule[:-1]}: record it on a card")
+    known = [golden["powers"][list(golden["betas"]).index(beta)] for beta in OPTIONS["betas"]]
+    for size in sizes:
+        state = [golden["start"][:size], *np.zeros((2, size), np.float32)]
+        for step, grad in enumerate(golden["grads"][:, :size], start=1):
+            first, second = (float(powers[step - 1]) for powers in known)
+            state = list(
+                adamw(
+                    state[0],
+                    grad,
+                    *state[1:],
+                    step=step,
+                    order="torch_cuda" if kind == "fused" else "torch_foreach_cuda",
+                    decoupled=decoupled,
+                    powers=(first, second) if kind == "fused" else None,
+                    **OPTIONS,
+                )
+            )
+        for part, found in zip(("param", "exp_avg", "exp_avg_sq"), state, strict=True):
+            assert_bits_equal(found, golden[f"{rule}{size}_{part}"])
+
+
+def test_l2_on_the_card_is_rounded_in_the_first_of_four() -> None:
+    """The H200's moments differed from the fused and the rounded sum's in so many elements."""
+    state = random_state()
+    found = {}
+    for rule in get_args(L2):
+        order = replace(ORDERS["torch_cuda"], l2=rule)
+        k = step_constants(order, step=STEP, decoupled=False, **OPTIONS)
+        found[rule] = new_moments(*state, k, order, False)
+    m, v = found["first_rounded"]
+    assert differing(m, found["fused"][0]) == 43_680
+    assert differing(v, found["fused"][1]) == 24_461
+    assert differing(v, found["rounded"][1]) == 73_908
+
+
+@pytest.mark.parametrize(
+    ("size", "place", "card"),
+    [
+        (
+            65536,  # a multiple of 4: the parameter
+            0,
+            {
+                3352: 0xBB9CE944,
+                11604: 0x3AA8AA91,
+                17448: 0x3BCA2917,
+                18512: 0x3A6D623A,
+                41436: 0xBCACAC56,
+                41496: 0xBCABA886,
+                43932: 0x39F530D0,
+            },
+        ),
+        (
+            1003,  # none: the first moment
+            1,
+            {
+                0: 0xBC276E2A,
+                4: 0xBA06669E,
+                6: 0x3C73794D,
+                9: 0x3B469DFE,
+                20: 0xBC8C122B,
+                23: 0x3BFED12F,
+                39: 0xBAFA1084,
+                42: 0x3C19127C,
+            },
+        ),
+    ],
+)
+def test_l2_elements_as_the_card_returned_them(size: int, place: int, card: dict[int, int]) -> None:
+    """Step 1 of the test on the card below. Had all sums been fused, 7 and 107 would differ."""
+    rng = np.random.default_rng(size)
+    start = rng.normal(size=size).astype(np.float32)
+    grad = (rng.normal(size=size) * 10.0 ** rng.integers(-6, 1)).astype(np.float32)
+    with np.load(GOLDEN) as file:
+        rows = [list(file["betas"]).index(beta) for beta in OPTIONS["betas"]]
+        first, second = (float(file["powers"][row, 0]) for row in rows)
+    found = {}
+    rules: tuple[L2, ...] = ("first_rounded", "fused")
+    for rule in rules:
+        found[rule] = adamw(
+            start,
+            grad,
+            *np.zeros((2, size), np.float32),
+            step=1,
+            order=replace(ORDERS["torch_cuda"], l2=rule),
+            decoupled=False,
+            powers=(first, second),
+            **OPTIONS,
+        )[place]
+    words = found["first_rounded"].view(np.uint32)
+    assert {index: int(words[index]) for index in card} == card
+    assert differing(found["first_rounded"], found["fused"]) == (7 if size % 4 == 0 else 107)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("size", [1 << 16, 1003])
+@pytest.mark.parametrize("size", [1 << 16, 1003, 70_001])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize(("order", "fused"), [("torch_cuda", True), ("torch_foreach_cuda", False)])
 def test_equals_torch_on_the_card_over_20_steps(

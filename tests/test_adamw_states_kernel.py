@@ -248,6 +248,12 @@ def test_every_order_over_steps(order: str, decoupled: bool, device: str) -> Non
     check([ordinary(261), ordinary(37, 5)], Formats(order, decoupled=decoupled), device, steps=2)
 
 
+def test_l2_knows_the_place_of_an_element(device: str) -> None:
+    """torch_cuda treats one in four apart: neighbours of 260, stretches of 512 of 2600 + 1."""
+    formats = Formats("torch_cuda", decoupled=False)
+    check([ordinary(260, 3), ordinary(2601, 7)], formats, device, steps=2)
+
+
 def plan_of(sizes: list[int], device: str, **options: Any) -> tuple[AdamPlan, list[AdamTensors]]:
     formats = Formats(exp_avg="e4m3_128", exp_avg_sq="e4m3_128_keep", master="bfloat16_remainder")
     cases = [ordinary(size, place) for place, size in enumerate(sizes)]
