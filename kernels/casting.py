@@ -23,6 +23,7 @@ from fp8lab.kernels.casting_matrix import (
 from fp8lab.kernels.casting_rules import FORMAT_OF, ROUNDINGS, cast_rule, check_format, decode_rule
 from fp8lab.kernels.checks import check_one_element, check_tensor
 from fp8lab.kernels.launch import (
+    TRANSPOSE_TILES,
     CastSettings,
     DecodeSettings,
     TileSettings,
@@ -134,7 +135,7 @@ def quantize_with_transpose(
     offset: int = 0,
     bit_count: int = 32,
     amax_out: torch.Tensor | None = None,
-    settings: TileSettings = TileSettings(),  # noqa: B008 (frozen)
+    settings: TileSettings = TRANSPOSE_TILES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` of a matrix, and the same codes transposed, from one read.
 

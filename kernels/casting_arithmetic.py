@@ -17,6 +17,16 @@ INFINITY = tl.constexpr(0x7F800000)
 HIDDEN = tl.constexpr(0x00800000)
 BIAS = tl.constexpr(127)
 _FLOAT16_REBIAS = tl.constexpr(2.0 ** (127 - 15))
+_CONVERT_FOUR = """
+    {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
+        cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }
+"""
+_CONVERT_FOUR_E4M3 = tl.constexpr(_CONVERT_FOUR.replace("FORMAT", "e4m3"))
+_CONVERT_FOUR_E5M2 = tl.constexpr(_CONVERT_FOUR.replace("FORMAT", "e5m2"))
 
 
 @triton.jit
@@ -79,6 +89,26 @@ def cast_to_codes(y, bits, random, RULE: tl.constexpr):
             codes = as_floats(y).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             codes = as_floats(y).to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        codes = _cast_by_integers(y & MAGNITUDE, bits, random, RULE).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def cast_four_to_codes(y, bits, random, RULE: tl.constexpr):
+    """As `cast_to_codes`, for codes that are used both one by one and as words of four."""
+    if RULE.hardware:
+        # Where the results of two conversions make a word, ptxas lets the second one merge them. It
+        # then forgets other uses of the first: with 12.8 those read a register that was never set,
+        # 13.0 crashes. So a result has one use here, its word, and codes are taken from that.
+        codes = tl.inline_asm_elementwise(
+            _CONVERT_FOUR_E4M3 if RULE.float8 == "fp8e4nv" else _CONVERT_FOUR_E5M2,
+            "=r,r,r,r,r",
+            [as_floats(y)],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
     else:
         codes = _cast_by_integers(y & MAGNITUDE, bits, random, RULE).to(tl.uint8)
     return codes

@@ -16,7 +16,7 @@ from fp8lab.kernels.casting_arithmetic import (
     as_bits,
     as_floats,
     as_words,
-    cast_to_codes,
+    cast_four_to_codes,
     given_factor,
     random_word,
     widened,
@@ -254,7 +254,7 @@ def _cast(bits, factor, random, RULE: tl.constexpr):
             # What a NaN factor (MX's) alone makes a NaN has no sign to keep.
             made = ((y & MAGNITUDE) > INFINITY) & ((bits & MAGNITUDE) <= INFINITY)
             bits = tl.where(made, 0, bits)
-    return cast_to_codes(y, bits, random, RULE)
+    return cast_four_to_codes(y, bits, random, RULE)
 
 
 @triton.jit
@@ -320,48 +320,40 @@ def _block_scales(
     blocks_across = tl.cdiv(width, BLOCK_COLUMNS) - at_left
     corner = kept + at_top * down + at_left * across
     if BLOCK_ROWS == 1:
-        f0 = _scales_of(
-            b0 & MAGNITUDE, corner, 4, 0, blocks_down, blocks_across, down, across,
-            SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS,
-        )  # fmt: skip
-        f1 = _scales_of(
-            b1 & MAGNITUDE, corner, 4, 1, blocks_down, blocks_across, down, across,
-            SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS,
-        )  # fmt: skip
-        f2 = _scales_of(
-            b2 & MAGNITUDE, corner, 4, 2, blocks_down, blocks_across, down, across,
-            SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS,
-        )  # fmt: skip
-        f3 = _scales_of(
-            b3 & MAGNITUDE, corner, 4, 3, blocks_down, blocks_across, down, across,
-            SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS,
-        )  # fmt: skip
+        l0 = _largest_of(b0 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        l1 = _largest_of(b1 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        l2 = _largest_of(b2 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        l3 = _largest_of(b3 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        # Stored together: to store a column of values they change places between threads.
+        WIDE: tl.constexpr = COLUMNS // BLOCK_COLUMNS
+        every = tl.join(tl.join(l0, l2), tl.join(l1, l3))
+        every = tl.reshape(tl.permute(every, [0, 2, 3, 1]), [4 * QUARTER, WIDE])
+        _keep(every, corner, blocks_down, blocks_across, down, across, SCALING, 4 * QUARTER, WIDE)
+        f0 = _spread_factors(l0, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        f1 = _spread_factors(l1, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        f2 = _spread_factors(l2, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        f3 = _spread_factors(l3, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
     else:
-        f0 = _scales_of(
-            _largest(b0, b1, b2, b3), corner, 1, 0, blocks_down, blocks_across, down, across,
-            SCALING, BLOCK_ROWS // 4, BLOCK_COLUMNS, QUARTER, COLUMNS,
-        )  # fmt: skip
+        HEIGHT: tl.constexpr = BLOCK_ROWS // 4
+        HIGH: tl.constexpr = QUARTER // HEIGHT
+        SHOWN: tl.constexpr = COLUMNS // BLOCK_COLUMNS
+        largest = _largest(b0, b1, b2, b3)
+        largest = _largest_of(largest, HEIGHT, BLOCK_COLUMNS, QUARTER, COLUMNS)
+        _keep(largest, corner, blocks_down, blocks_across, down, across, SCALING, HIGH, SHOWN)
+        f0 = _spread_factors(largest, SCALING, HEIGHT, BLOCK_COLUMNS, QUARTER, COLUMNS)
         f1, f2, f3 = f0, f0, f0
     return f0, f1, f2, f3
 
 
 @triton.jit
-def _scales_of(
+def _largest_of(
     magnitudes,  # (QUARTER, COLUMNS)
-    corner,
-    STEP: tl.constexpr,  # block i of these stands in row STEP * i + FIRST of kept
-    FIRST: tl.constexpr,
-    blocks_down,
-    blocks_across,
-    down,
-    across,
-    SCALING: tl.constexpr,
     HEIGHT: tl.constexpr,  # of a block, in rows of these
     WIDTH: tl.constexpr,
     QUARTER: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One factor a block, in a shape that broadcasts to (QUARTER, COLUMNS)."""
+    """The largest of each block: (QUARTER // HEIGHT, COLUMNS // WIDTH)."""
     HIGH: tl.constexpr = QUARTER // HEIGHT
     WIDE: tl.constexpr = COLUMNS // WIDTH
     largest = magnitudes
@@ -373,11 +365,38 @@ def _scales_of(
         largest = tl.max(largest, axis=0, keep_dims=True)
     elif HEIGHT > 1:
         largest = tl.max(tl.reshape(largest, [HIGH, HEIGHT, WIDE]), axis=1)
-    factor, stored = block_factors(largest, SCALING)
+    return largest
 
-    row = (STEP * tl.arange(0, HIGH) + FIRST)[:, None]
+
+@triton.jit
+def _keep(
+    largest,  # (HIGH, WIDE)
+    corner,
+    blocks_down,
+    blocks_across,
+    down,
+    across,
+    SCALING: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Store what is kept of blocks with these amaxes."""
+    _, kept = block_factors(largest, SCALING)
+    row = tl.arange(0, HIGH)[:, None]
     column = tl.arange(0, WIDE)[None, :]
     places = as_words(corner) + row.to(tl.int64) * down + column.to(tl.int64) * across
-    tl.store(places, stored, mask=(row < blocks_down) & (column < blocks_across))
+    tl.store(places, kept, mask=(row < blocks_down) & (column < blocks_across))
 
-    return spread(factor, HIGH, HEIGHT, WIDE, WIDTH)
+
+@triton.jit
+def _spread_factors(
+    largest,
+    SCALING: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUARTER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One factor a block, in a shape that broadcasts to (QUARTER, COLUMNS)."""
+    factor, _ = block_factors(largest, SCALING)
+    return spread(factor, QUARTER // HEIGHT, HEIGHT, COLUMNS // WIDTH, WIDTH)

@@ -20,6 +20,17 @@ CastPath = Literal["auto", "integer", "hardware"]
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
+def check_path(path: str) -> None:
+    """Refuse a form of the cast that there is not.
+
+    Raises:
+        ValueError: Not one of `CastPath`.
+    """
+    if path not in get_args(CastPath):
+        accepted = ", ".join(get_args(CastPath))
+        raise ValueError(f"unknown cast_path {path!r}; accepted: {accepted}")
+
+
 @dataclass(frozen=True)
 class ElementwiseSettings:
     """How an elementwise kernel is launched. No setting changes a bit of any result.
@@ -64,7 +75,7 @@ class CastSettings(ElementwiseSettings):
 class DecodeSettings(CastSettings):
     """How decoding is launched. Five bytes an element, four of them written: smaller blocks do."""
 
-    block: int = 4096
+    block: int = 1024
     num_warps: int = 4
 
 
@@ -109,6 +120,11 @@ class TileSettings:
         return {"num_warps": self.num_warps, **limit}
 
 
+# The fastest on an H200 where no block of 128 x 128 has to fit: one scale, and MX.
+TRANSPOSE_TILES = TileSettings(256, 64, 8)
+MX_TILES = TileSettings(128, 64, 4, 8)
+
+
 @dataclass(frozen=True)
 class RowSettings(CastSettings):
     """How a kernel that works on whole rows is launched.
@@ -120,17 +136,6 @@ class RowSettings(CastSettings):
     """
 
     longest: int = 16384
-
-
-def check_path(path: str) -> None:
-    """Refuse a form of the cast that there is not.
-
-    Raises:
-        ValueError: Not one of `CastPath`.
-    """
-    if path not in get_args(CastPath):
-        accepted = ", ".join(get_args(CastPath))
-        raise ValueError(f"unknown cast_path {path!r}; accepted: {accepted}")
 
 
 def interpreted() -> bool:

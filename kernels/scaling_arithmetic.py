@@ -54,13 +54,21 @@ def block_factors(largest, RULE: tl.constexpr):
     What is kept is the E8M0 code (uint8) of MX, otherwise the bits (int32) of the inverse scale.
     """
     if RULE.is_mx:
-        code = mx_code(largest, RULE)
-        factor = as_floats(tl.where(code == 0xFF, MAGNITUDE, power_of_two(-code + BIAS)))
-        kept = code.to(tl.uint8)
+        finite = _finite_mx_code(largest, RULE)
+        is_nan = largest > INFINITY
+        special = largest >= INFINITY
+        kept = tl.where(special, tl.where(is_nan, 0xFF, 0xFE), finite).to(tl.uint8)
+        # A finite amax leaves the code far below 254, so no such factor is subnormal.
+        factor = (-finite + 2 * BIAS) << 23
+        factor = tl.where(special, tl.where(is_nan, MAGNITUDE, SMALLEST_SCALE), factor)
+        factor = as_floats(factor)
     elif RULE.kind == "power_of_two":
         exponent = _scale_exponent(largest, RULE)
         exponent = tl.where((largest > 0) & (largest < INFINITY), exponent, 0)
-        factor = as_floats(power_of_two(exponent))
+        if RULE.exponent > 1:
+            factor = as_floats((exponent + BIAS) << 23)
+        else:
+            factor = as_floats(power_of_two(exponent))
         kept = power_of_two(-exponent)
     else:
         one = tl.full(largest.shape, ONE, tl.int32)
@@ -92,6 +100,13 @@ def spread(
 @triton.jit
 def mx_code(largest, RULE: tl.constexpr):
     """The E8M0 code, as int32, of blocks whose amax has these bits."""
+    code = _finite_mx_code(largest, RULE)
+    code = tl.where(largest == INFINITY, 0xFE, code)
+    return tl.where(largest > INFINITY, 0xFF, code)
+
+
+@triton.jit
+def _finite_mx_code(largest, RULE: tl.constexpr):
     EXPONENT: tl.constexpr = RULE.exponent
     TOP_MANTISSA: tl.constexpr = RULE.mantissa
     mantissa = largest & (HIDDEN - 1)
@@ -101,9 +116,7 @@ def mx_code(largest, RULE: tl.constexpr):
     elif RULE.kind == "mx_nearest":
         code += (mantissa >= HIDDEN // 2).to(tl.int32)
     # A subnormal amax ends here too, whatever its bits: the exponent of the top is at least 7.
-    code = tl.maximum(code, 0)
-    code = tl.where(largest == INFINITY, 0xFE, code)
-    return tl.where(largest > INFINITY, 0xFF, code)
+    return tl.maximum(code, 0)
 
 
 @triton.jit
@@ -122,11 +135,18 @@ def _scale_exponent(largest, RULE: tl.constexpr):
     """
     EXPONENT: tl.constexpr = RULE.exponent
     TOP_MANTISSA: tl.constexpr = RULE.mantissa
-    subnormal = largest < HIDDEN
-    # Converting the bits of a subnormal to a float normalises them: times 2**-149.
-    bits = tl.where(subnormal, as_bits(largest.to(tl.float32)), largest)
-    field = (bits >> 23) - tl.where(subnormal, 149, 0)
-    below = ((bits & (HIDDEN - 1)) > TOP_MANTISSA).to(tl.int32)
-    # The block comes first: under the interpreter a constant minus a block is no block.
-    exponent = -(field + below) + (EXPONENT + BIAS)
-    return tl.minimum(tl.maximum(exponent, -127), 127)
+    if EXPONENT > 1:
+        # Then every subnormal amax has the largest scale, and no scale is below 2**-126. The bits
+        # that are added carry into the exponent field where the mantissa is above the top's.
+        field = (largest + (HIDDEN - 1 - TOP_MANTISSA)) >> 23
+        exponent = tl.minimum(-field + (EXPONENT + BIAS), 127)
+    else:
+        subnormal = largest < HIDDEN
+        # Converting the bits of a subnormal to a float normalises them: times 2**-149.
+        bits = tl.where(subnormal, as_bits(largest.to(tl.float32)), largest)
+        field = (bits >> 23) - tl.where(subnormal, 149, 0)
+        below = ((bits & (HIDDEN - 1)) > TOP_MANTISSA).to(tl.int32)
+        # The block comes first: under the interpreter a constant minus a block is no block.
+        exponent = -(field + below) + (EXPONENT + BIAS)
+        exponent = tl.minimum(tl.maximum(exponent, -127), 127)
+    return exponent

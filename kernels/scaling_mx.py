@@ -6,7 +6,7 @@ import torch
 
 from fp8lab.formats import Float8Format, OverflowPolicy
 from fp8lab.kernels.checks import check_tensor
-from fp8lab.kernels.launch import TileSettings
+from fp8lab.kernels.launch import MX_TILES, TileSettings
 from fp8lab.kernels.scaling_matrix import (
     BlockSettings,
     BothLayouts,
@@ -31,7 +31,7 @@ def quantize_mx(
     seed: int | torch.Tensor | None = None,
     offset: int = 0,
     bit_count: int = 32,
-    settings: BlockSettings = BlockSettings(),  # noqa: B008 (frozen)
+    settings: BlockSettings | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to MX blocks: FP8 elements with one E8M0 scale a block.
 
@@ -41,7 +41,7 @@ def quantize_mx(
         x, fmt, rounding, overflow, seed, offset, bit_count: As for `quantize_blocks`.
         block: (1, 32), (32, 1), or another that `quantize_blocks` takes.
         scale_rounding: "floor", "up" or "nearest", see `mx_scale`.
-        settings: How the kernels are launched.
+        settings: How the kernels are launched; None is what suits the block.
 
     Returns:
         Codes of x's shape, and contiguous float8_e8m0fnu scales (ceil(M / rows),
@@ -51,6 +51,7 @@ def quantize_mx(
         TypeError, ValueError: As `quantize_blocks`.
     """
     scaling = _mx_scaling(fmt, block, scale_rounding)
+    settings = settings or _settings_for(block)
     cast = checked_cast(x, fmt, block, rounding, overflow, seed, offset, bit_count, settings)
     codes, kept = one_layout(x, fmt, block, scaling, cast, settings)
     return codes, kept.view(torch.float8_e8m0fnu)
@@ -67,10 +68,11 @@ def quantize_mx_with_transpose(
     seed: int | torch.Tensor | None = None,
     offset: int = 0,
     bit_count: int = 32,
-    settings: BlockSettings = BlockSettings(),  # noqa: B008 (frozen)
+    settings: BlockSettings | None = None,
 ) -> BothLayouts:
     """`quantize_mx` of x and of x.t(), each quantised from x itself, from one read."""
     scaling = _mx_scaling(fmt, block, scale_rounding)
+    settings = settings or _settings_for(block)
     cast = checked_cast(x, fmt, block, rounding, overflow, seed, offset, bit_count, settings)
     both = both_layouts(x, fmt, block, scaling, cast, settings)
     e8m0 = torch.float8_e8m0fnu
@@ -103,3 +105,9 @@ def _mx_scaling(fmt: Float8Format, block: Block, rounding: str) -> ScaleRule:
     if None in block:
         raise ValueError(f"block is {block!r}; accepted: (1, 32), (32, 1) or other powers of two")
     return mx_rule(fmt, rounding)
+
+
+def _settings_for(block: Block) -> BlockSettings:
+    smallest = min(MX_TILES.rows, MX_TILES.columns)
+    fits = all(size is not None and size <= smallest for size in block)
+    return BlockSettings(tiles=MX_TILES) if fits else BlockSettings()

@@ -57,6 +57,7 @@ DTYPES = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)
 BLOCK = 128
 SMALL = CastSettings(block=BLOCK, num_warps=1)
 TILE = TileSettings(rows=32, columns=16, num_warps=1)
+NVIDIA = Path(triton.__file__).parent / "backends/nvidia/bin"
 # A program of the interpreter takes a millisecond or two.
 MORE = 2 if torch.cuda.is_available() else 1
 
@@ -388,23 +389,29 @@ def rule_of(fmt: Float8Format, *, hardware: bool) -> CastRule:
     )
 
 
-def spilled_bytes(ptx: str, folder: Path) -> int:
-    """What ptxas, Triton's own, says that a thread spills."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    if not ptxas.exists() and shutil.which("ptxas") is None:
+def assembled(ptx: str, folder: Path) -> tuple[Path, str]:
+    """The machine code that ptxas, Triton's own, makes of it, and what it says about it."""
+    ptxas = shutil.which("ptxas", path=NVIDIA) or shutil.which("ptxas")
+    if ptxas is None:
         pytest.skip("there is no ptxas")
-    source = folder / "kernel.ptx"
+    source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
     source.write_text(ptx)
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert target is not None
     done = subprocess.run(
-        [ptxas, "-v", f"--gpu-name={target[1]}", source, "-o", folder / "kernel.cubin"],
+        [ptxas, "-v", f"--gpu-name={target[1]}", source, "-o", cubin],
         capture_output=True,
         text=True,
         check=True,
     )
-    found = re.search(r"(\d+) bytes spill stores", done.stderr)
-    assert found is not None, done.stderr
+    return cubin, done.stderr
+
+
+def spilled_bytes(ptx: str, folder: Path) -> int:
+    """What ptxas says that a thread spills."""
+    _, said = assembled(ptx, folder)
+    found = re.search(r"(\d+) bytes spill stores", said)
+    assert found is not None, said
     return int(found[1])
 
 
@@ -450,11 +457,11 @@ def test_compiled_decode(tmp_path: Path) -> None:
     assert spilled_bytes(ptx, tmp_path) == 0
 
 
-def test_compiled_tiles_transpose_words(tmp_path: Path) -> None:
-    """Loads and both stores are 16 bytes wide; four codes move between threads as one word."""
+def compiled_tiles(fmt: Float8Format, *, even: bool) -> str:
+    """The PTX of a cast to both layouts, by the instruction, in tiles of 128 x 64."""
     pointers = {"x": "*bf16", "codes": "*u8", "codes_t": "*u8", "scale": "*fp32"}
-    sizes = dict.fromkeys(("height", "width", "stride", "stride_t"), "i64")
-    signature = {**pointers, **sizes, "amax_out": "*fp32"}
+    sizes = dict.fromkeys(("height", "width", "stride"), "i64")
+    signature = {**pointers, **sizes, "stride_t": "i64", "amax_out": "*fp32"}
     unused = ("kept", "kept_t", "scale_t", "seed", "SCALING")
     zeros = ("down", "across", "down_t", "across_t", "offset")
     blocks = ("BLOCK_ROWS", "BLOCK_COLUMNS", "T_BLOCK_ROWS", "T_BLOCK_COLUMNS")
@@ -463,18 +470,43 @@ def test_compiled_tiles_transpose_words(tmp_path: Path) -> None:
         **dict.fromkeys(zeros, 0),
         **dict.fromkeys(blocks, 1),
         "SCALES": "one",
-        "RULE": rule_of(E4M3, hardware=True),
+        "RULE": rule_of(fmt, hardware=True),
         "ROWS": 128,
         "COLUMNS": 64,
         "BAND": 1,
-        "EVEN": True,
+        "EVEN": even,
     }
     kernel = "fp8lab.kernels.casting_tiles:quantize_tiles_kernel"
-    ptx = compiled_ptx(kernel, signature, constants, aligned=signature)
+    aligned = [name for name in signature if even or name not in sizes]
+    return compiled_ptx(kernel, signature, constants, aligned=aligned)
+
+
+def test_compiled_tiles_transpose_words(tmp_path: Path) -> None:
+    """Loads and both stores are 16 bytes wide; four codes move between threads as one word."""
+    ptx = compiled_tiles(E4M3, even=True)
     assert ptx.count("ld.global.v4.b32") == 8  # 64 elements of 2 bytes a thread
     assert ptx.count("st.global.v4.b32") == 8
     assert "st.shared.b8" not in ptx
     assert spilled_bytes(ptx, tmp_path) == 0
+
+
+@FORMATS
+def test_assembled_tiles_read_no_register_that_is_not_set(
+    fmt: Float8Format, tmp_path: Path
+) -> None:
+    """ptxas lets two conversions merge; where a code of the first had another use, that one read R1
+    in its place, the stack pointer, so that two codes of four were constants.
+    """
+    ptx = compiled_tiles(fmt, even=False)
+    cubin, said = assembled(ptx, tmp_path)
+    disassembler = shutil.which("nvdisasm", path=NVIDIA) or shutil.which("nvdisasm")
+    if disassembler is None:
+        pytest.skip("there is no nvdisasm")
+    done = subprocess.run([disassembler, cubin], capture_output=True, text=True, check=True)
+    assert "0 bytes stack frame" in said
+    uses = re.findall(r"^.*\bR1\b.*$", done.stdout, re.MULTILINE)
+    assert "STG.E.U8" in done.stdout
+    assert len(uses) == 1, uses  # where it is set
 
 
 @pytest.mark.gpu
