@@ -14,6 +14,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,15 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         if not torch.cuda.is_available():
             raise UserError("the benchmark needs a CUDA device; torch finds none")
-        rows = [{"environment": environment("cuda"), "rounds": ROUNDS}]
+        command = "python -m fp8lab.experiments.bench_optimizer --out FOLDER"
+        rows = [
+            {
+                "environment": environment("cuda"),
+                "rounds": ROUNDS,
+                "date": datetime.now(UTC).date().isoformat(),
+                "command": command + (" --tune" if options.tune else ""),
+            }
+        ]
         options.out.mkdir(parents=True, exist_ok=True)
         for row in measure(options.tune):
             rows.append(row)
