@@ -164,8 +164,8 @@ def current_scale(
             np.maximum(narrow, np.float32(least)), fmt, power_of_two=power_of_two
         )
     wide = np.asarray(amax)
-    largest = wide if wide.dtype == np.float64 else narrow.astype(np.float64)
     with np.errstate(all="ignore"):
+        largest = wide if wide.dtype == np.float64 else narrow.astype(np.float64)
         scale = np.asarray(fmt.max_finite / np.maximum(largest, least)).astype(np.float32)
     return cleared_mantissa(scale) if power_of_two else scale
 

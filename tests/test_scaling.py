@@ -301,3 +301,10 @@ def test_bad_input_is_refused(error: type[Exception], call: Any, message: str) -
 def test_the_bounds_are_what_the_document_says() -> None:
     assert_bits_equal(FLT_MAX, np.uint32(0x7F7FFFFF).view(np.float32))
     assert float(SMALLEST_SCALE) == 2.0**-127
+
+
+@pytest.mark.parametrize("preset", ["fp8lab", "transformer_engine", "torchao"])
+def test_a_signalling_nan_is_an_amax_like_any_nan(preset: str) -> None:
+    signalling = np.uint32(0x7F800001).view(np.float32)  # widening it raises NumPy's invalid flag
+    expected = current_scale(np.float32(np.nan), E4M3, preset=preset)
+    assert_bits_equal(current_scale(signalling, E4M3, preset=preset), expected)
