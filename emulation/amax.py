@@ -92,7 +92,9 @@ def magnitudes(name: str, given: npt.ArrayLike) -> Float32Array:
     values = np.asarray(given)
     if values.dtype.kind not in "fiu" and values.dtype not in _FLOATS:
         raise TypeError(f"{name} has dtype {values.dtype}; accepted: floating or integer numbers")
-    if (values < 0).any():
+    with np.errstate(invalid="ignore"):  # a comparison with a bfloat16 NaN raises the flag
+        negative = values < 0
+    if negative.any():
         raise ValueError(f"{name} holds negative values; accepted: magnitudes, 0 and up, Inf, NaN")
     words = np.ascontiguousarray(as_float32(values)).view(np.uint32) & MAGNITUDE
     return np.asarray(words, dtype=np.uint32).reshape(values.shape).view(np.float32)

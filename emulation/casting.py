@@ -147,7 +147,7 @@ def dequantize(
         has one, infinities stay.
 
     Raises:
-        TypeError: codes are of another dtype.
+        TypeError: codes are of another dtype, or inverse_scale is not of numbers.
         ValueError: inverse_scale does not broadcast to the shape of codes.
 
     Source: the formats' specifications, see `fp8lab.formats`.
@@ -166,8 +166,11 @@ def dequantize(
         )
     factor = None
     if inverse_scale is not None:
+        given = np.asarray(inverse_scale)
+        if given.dtype.kind not in "fiuV":
+            raise TypeError(f"inverse_scale has dtype {given.dtype}; accepted: numbers")
         with np.errstate(all="ignore"):
-            factor = np.asarray(inverse_scale).astype(np.float32)
+            factor = given.astype(np.float32)
         check_broadcast("inverse_scale", factor.shape, "codes", codes.shape)
     shape, count = codes.shape, checked_threads(threads)
     if factor is None or factor.ndim == 0:

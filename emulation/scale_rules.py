@@ -44,12 +44,12 @@ def scale_from_amax(
         previous: The scale that stays where amax says nothing; 1 gives current scaling.
 
     Returns:
-        float32 scales of amax's shape, finite and above zero, and so are their inverses (as long as
-        this holds for `previous`).
+        float32 scales of amax's shape, finite and above zero, and so are their inverses.
 
     Raises:
         TypeError: fmt is not a format of values, or amax holds no numbers.
-        ValueError: A negative margin or amax, or a `previous` that does not fit amax's shape.
+        ValueError: A negative margin or amax, or a `previous` that is not finite and above zero or
+            does not fit amax's shape.
 
     >>> from fp8lab.formats import E4M3
     >>> float(scale_from_amax(3.5, E4M3)), float(scale_from_amax(0.0, E4M3))
@@ -60,7 +60,10 @@ def scale_from_amax(
     check_margin(margin)
     check_value_format(fmt)
     largest = magnitudes("amax", amax)
-    kept = np.asarray(previous, dtype=np.float32)
+    with np.errstate(over="ignore"):
+        kept = np.asarray(previous).astype(np.float32)
+    if not (np.isfinite(kept) & (kept > 0)).all():
+        raise ValueError(f"previous is {previous!r}; accepted: scales, finite and above zero")
     if np.broadcast_shapes(kept.shape, largest.shape) != largest.shape:
         raise ValueError(f"previous has shape {kept.shape}, which does not fit {largest.shape}")
     return bounded_scale(largest, fmt, margin, power_of_two, kept)
@@ -75,7 +78,8 @@ def bounded_scale(
 ) -> Float32Array:
     """`scale_from_amax` of arguments that are known to be right."""
     with np.errstate(all="ignore"):
-        scale = np.float32(fmt.max_finite * 2.0**-margin) / largest
+        # A margin past float64's exponents changes nothing more: the scale is the smallest one.
+        scale = np.float32(fmt.max_finite * 2.0 ** -min(margin, 1000)) / largest
         scale = np.minimum(np.maximum(scale, SMALLEST_SCALE), FLT_MAX)
         if power_of_two:
             scale = cleared_mantissa(scale)

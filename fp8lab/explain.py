@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,7 +13,14 @@ import numpy as np
 
 from fp8lab.emulation.casting import quantize
 from fp8lab.errors import UserError
-from fp8lab.formats import OVERFLOW_POLICIES, TARGETS, FloatFormat, overflow_policy
+from fp8lab.formats import (
+    BFLOAT16,
+    FLOAT16,
+    OVERFLOW_POLICIES,
+    TARGETS,
+    FloatFormat,
+    overflow_policy,
+)
 
 INPUT_TYPES = {
     "float32": np.dtype(np.float32),
@@ -20,6 +28,8 @@ INPUT_TYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+# The types narrower than float32, to which NumPy would go by way of float32 or float64.
+_NARROW = {np.dtype(np.float16): FLOAT16, np.dtype(ml_dtypes.bfloat16): BFLOAT16}
 Value = np.ndarray[Any, np.dtype[Any]]  # of shape ()
 
 
@@ -43,7 +53,10 @@ def explain(text: str, fmt: FloatFormat, *, scale: float | None = None, dtype: s
     y = x
     if scale is not None:
         y = _scaled(x, scale)
-        lines.append(f"times scale  {_described(y)}, the product with {scale!r} rounded to nearest")
+        factor = float(np.asarray(scale).astype(y.dtype))
+        lines.append(
+            f"times scale  {_described(y)}, the product with {factor!r} rounded to nearest"
+        )
     lines += _place(float(y), fmt)
     lines += ["", *_roundings(y, fmt), "", *_policies(y, fmt)]
     return "\n".join(lines)
@@ -55,14 +68,16 @@ def parse_value(text: str, dtype: np.dtype[np.generic]) -> Value:
     digits = word.removeprefix("0x")
     width = 2 * dtype.itemsize
     try:
-        if word.startswith("0x") and not set(digits) & set(".p"):
+        if re.fullmatch("0x[0-9a-f]+", word):
             bits = int(digits, 16)
             if bits >> (8 * dtype.itemsize):
                 raise UserError(
                     f"{text} has more than the {width} digits of a {dtype}; see --dtype"
                 )
             return np.array(bits, dtype=f"u{dtype.itemsize}").view(dtype)
-        number = float.fromhex(word) if "0x" in word else float(word)
+        if "0x" in word and not set(word) & set(".p"):
+            raise ValueError("neither bits nor a hexadecimal number")
+        number = float.fromhex(word) if "0x" in word else _rounded_to_odd(word)
     except ValueError:
         raise UserError(
             f"cannot read {text!r}; accepted: 126.24, 0x1.f8p6, inf, -nan, or the bits of a"
@@ -70,8 +85,27 @@ def parse_value(text: str, dtype: np.dtype[np.generic]) -> Value:
         ) from None
     except OverflowError:
         raise UserError(f"{text} is beyond float64") from None
+    if dtype in _NARROW:
+        return np.asarray(quantize(np.float64(number), _NARROW[dtype], overflow="ieee"))
     with np.errstate(all="ignore"):
         return np.array(number).astype(dtype)
+
+
+def _rounded_to_odd(text: str) -> float:
+    """A decimal as float64, so that rounding it on to a narrower type rounds only once.
+
+    Where float64 does not hold the number, it is cut toward zero and its last bit set: no midpoint
+    of a narrower type is hit that the number itself does not hit.
+    """
+    near = float(text)
+    if not math.isfinite(near) or near == 0 or len(text) > 1000:
+        return near
+    exact = Fraction(text)
+    if Fraction(near) == exact:
+        return near
+    if abs(Fraction(near)) > abs(exact):
+        near = math.nextafter(near, 0.0)
+    return float((np.float64(near).view(np.uint64) | np.uint64(1)).view(np.float64))
 
 
 def _scaled(x: Value, scale: float) -> Value:

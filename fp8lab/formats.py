@@ -12,7 +12,7 @@ Networks" (2022), for the FNUZ forms; IEEE 754-2019 for float16.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import ml_dtypes
 import numpy as np
@@ -202,6 +202,13 @@ class OverflowPolicy:
     nan_sign: Literal["positive", "kept"]
     zero: Literal["smallest", "nan"] = "smallest"
     negative: Literal["magnitude", "nan"] = "magnitude"
+
+    def __post_init__(self) -> None:
+        for choice, kind in get_type_hints(type(self)).items():
+            accepted = get_args(kind)
+            given = getattr(self, choice)
+            if accepted and given not in accepted:
+                raise ValueError(f"{choice} is {given!r}; accepted: {', '.join(accepted)}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fp8lab.cli import main
 from fp8lab.emulation.casting import quantize
+from fp8lab.errors import UserError
 from fp8lab.explain import INPUT_TYPES, Between, between, explain, parse_value, target_named
 from fp8lab.formats import E4M3, E5M2, E8M0, OVERFLOW_POLICIES, TARGETS, FloatFormat
 from fp8lab.numerics_tables import TABLES
@@ -131,3 +132,24 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--formats"]) == 0
     printed = capsys.readouterr().out
     assert all(TABLES[name]() in printed for name in ("formats", "choices", "policies"))
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "bits"),
+    [
+        ("1.00390625000001", "bfloat16", 0x3F81),  # just above a tie of bfloat16
+        ("1.00390625000000000001", "bfloat16", 0x3F81),  # of which float64 sees nothing
+        ("1.00000005960464477540", "float32", 0x3F800001),
+        ("-1.00048828125000001", "float16", 0xBC01),
+        ("1.00048828125", "float16", 0x3C00),  # the tie itself
+    ],
+)
+def test_a_decimal_is_rounded_once(text: str, dtype: str, bits: int) -> None:
+    x = parse_value(text, INPUT_TYPES[dtype])
+    assert int(x.view(f"u{x.dtype.itemsize}")) == bits
+
+
+@pytest.mark.parametrize("text", ["0x1_0", "0x 10", "0x+10", "0x-1", "0x0x10", "-0x42FC7A2A", "0x"])
+def test_what_only_looks_like_bits_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        parse_value(text, INPUT_TYPES["float32"])

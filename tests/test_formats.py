@@ -66,5 +66,7 @@ def test_overflow_policies_by_name() -> None:
     assert overflow_policy("ieee") is overflow_policy("ml_dtypes")
     mine = OverflowPolicy("mine", "infinity_or_nan", "max_finite", "canonical", "kept")
     assert overflow_policy(mine) is mine
+    with pytest.raises(ValueError, match="finite is 'wrap'; accepted: max_finite, infinity_or_nan"):
+        OverflowPolicy("mine", "wrap", "max_finite", "canonical", "kept")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"unknown overflow policy 'wrap'; accepted: saturate"):
         overflow_policy("wrap")

@@ -308,3 +308,18 @@ def test_a_signalling_nan_is_an_amax_like_any_nan(preset: str) -> None:
     signalling = np.uint32(0x7F800001).view(np.float32)  # widening it raises NumPy's invalid flag
     expected = current_scale(np.float32(np.nan), E4M3, preset=preset)
     assert_bits_equal(current_scale(signalling, E4M3, preset=preset), expected)
+
+
+def test_a_bfloat16_nan_is_an_amax_like_any_nan() -> None:
+    nan = np.array([np.nan], ml_dtypes.bfloat16)
+    assert_bits_equal(scale_from_amax(nan, E4M3), np.ones(1, np.float32))
+
+
+@pytest.mark.parametrize("previous", [0.0, -3.0, np.nan, np.inf, 1e300])
+def test_a_previous_scale_must_be_one(previous: float) -> None:
+    with pytest.raises(ValueError, match="accepted: scales, finite and above zero"):
+        scale_from_amax(0.0, E4M3, previous=previous)
+
+
+def test_any_margin_gives_a_scale_with_an_inverse() -> None:
+    assert float(scale_from_amax(1.0, E4M3, margin=10**400)) == 2.0**-127
