@@ -19,9 +19,9 @@ from fp8lab.emulation.chain import (
     TILE_N,
     Steps,
     decoded,
-    fused_multiply_add,
     steps_of,
 )
+from fp8lab.emulation.fused import fma
 from fp8lab.emulation.matmul_scales import Factors
 from fp8lab.emulation.tensorcore import TensorCore
 
@@ -103,7 +103,7 @@ def _promoted(
         if factors.block_k is None:
             total = total + partial
         else:
-            total = fused_multiply_add(partial, factors.of_block(block, *tile), total)
+            total = fma(partial, factors.of_block(block, *tile), total)
     return total
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8lab.emulation.casting import dequantize
+from fp8lab.emulation.fused import fma
 from fp8lab.emulation.tensorcore import FLOAT8_OPERANDS, TensorCore
 from fp8lab.formats import FORMATS, TARGETS
 
@@ -267,35 +268,8 @@ class _FusedSteps(_Tile):
         x = self.a if self.raw_a is None else self.raw_a
         y = self.b if self.raw_b is None else self.raw_b
         for step in range(first, last):
-            c = fused_multiply_add(x[step, 0][:, None], y[step, 0][None, :], c)
+            c = fma(x[step, 0][:, None], y[step, 0][None, :], c)
         return c
-
-
-def fused_multiply_add(x: Float32Array, y: Float32Array, z: Float32Array) -> Float32Array:
-    """x * y + z in float32 with one rounding, to nearest even.
-
-    The product of two float32 is exact in float64; only the sum can round there. A second rounding
-    to float32 goes wrong only if the float64 sum looks like a tie (its low 29 bits are 100...0) or
-    lies among float32's subnormals, whose ties sit elsewhere. Those sums are rounded to odd first
-    (Boldo and Melquiond, 2008).
-    """
-    with np.errstate(all="ignore"):
-        product = np.multiply(x, y, dtype=np.float64)
-        wide = product + z
-        words = wide.view(np.int64)
-        suspect = (words & 0x1FFFFFFF) == 0x10000000
-        suspect |= (np.abs(wide) < 2.0**-126) & (wide != 0)
-        if suspect.any():
-            # What the sum lost, exactly (Knuth's two-sum); NaN where something is not finite.
-            addend = np.broadcast_to(z, wide.shape)[suspect].astype(np.float64)
-            total, first = wide[suspect], product[suspect]
-            back = total - first
-            lost = (first - (total - back)) + (addend - back)
-            odd = total.view(np.int64).copy()
-            away = np.where((lost > 0) == (total > 0), 1, -1)
-            odd += np.where((lost != 0) & np.isfinite(lost) & (odd & 1 == 0), away, 0)
-            wide[suspect] = odd.view(np.float64)
-        return wide.astype(np.float32)
 
 
 def _exponent(x: Array) -> npt.NDArray[np.int32]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fp8lab.bridge import to_numpy, to_torch
-from fp8lab.emulation.chain import fused_multiply_add
+from fp8lab.emulation.fused import fma
 from fp8lab.emulation.matmul import TENSOR_CORES
 from fp8lab.emulation.matmul import matmul as oracle
 from fp8lab.errors import UserError
@@ -194,7 +194,7 @@ def bias_of_cublaslt() -> str:
     wide = to_numpy(bias).astype(np.float32)
     candidates = {
         "result * scale, rounded, + bias": sums * factor + wide,
-        "fma(result, scale, bias)": fused_multiply_add(sums, np.float32([factor]), wide),  # type: ignore[arg-type]
+        "fma(result, scale, bias)": fma(sums, np.float32([factor]), wide),  # type: ignore[arg-type]
     }
     theirs = torch._scaled_mm(
         a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16,

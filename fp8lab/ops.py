@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8lab.bridge import to_numpy, to_torch
-from fp8lab.emulation import adamw, casting, scaling
+from fp8lab.emulation import casting, scaling
 from fp8lab.formats import Float8Format
 
 
@@ -154,34 +154,3 @@ def update_delayed_(
     )
     scale.copy_(to_torch(state.scale))
     amax_history.copy_(to_torch(state.amax_history))
-
-
-def adamw_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """One AdamW step in place, order "plain"; see `fp8lab.emulation.adamw.adamw`."""
-    p, g, m, v = (t.detach() for t in (param, grad, exp_avg, exp_avg_sq))
-    if p.is_cuda:
-        from fp8lab.kernels.adamw import adamw as kernel
-
-        kernel(p, g, m, v, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        return
-    updated = adamw.adamw(
-        *(to_numpy(t) for t in (p, g, m, v)),
-        step=step,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    for target, value in zip((p, m, v), updated, strict=True):
-        target.copy_(to_torch(value))

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8lab.emulation.chain import fused_multiply_add
 from fp8lab.emulation.dot import FLOAT32, dot, rounded
+from fp8lab.emulation.fused import fma
 from fp8lab.emulation.matmul import (
     HOPPER_FP8,
     HOPPER_FP8_VIA_F16,
@@ -184,7 +184,7 @@ def test_the_fused_multiply_add_rounds_once(x: float, y: float, z: float, near: 
             return
     exact = Fraction(x) * Fraction(y) + Fraction(z)
     expected = rounded(exact, 24, FLOAT32, nearest=True)
-    got = fused_multiply_add(f32([x]), f32([y]), f32([z]))
+    got = fma(f32([x]), f32([y]), f32([z]))
     assert float(got[0]) == float(expected)
 
 
@@ -200,7 +200,7 @@ def test_the_fused_multiply_add_rounds_once(x: float, y: float, z: float, near: 
     ],
 )
 def test_the_fused_multiply_add_at_ties(x: float, y: float, z: float, bits: int) -> None:
-    got = fused_multiply_add(f32([x]), f32([y]), f32([z]))
+    got = fma(f32([x]), f32([y]), f32([z]))
     assert got.view(np.uint32).tolist() == [bits]
 
 

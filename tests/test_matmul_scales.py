@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8lab.emulation.chain import fused_multiply_add
+from fp8lab.emulation.fused import fma
 from fp8lab.emulation.matmul import (
     matmul,
     matmul_at,
@@ -73,7 +73,7 @@ def test_blocks_are_partials_fused_into_a_total(length: int, rows: int, columns:
     for block in range(blocks):
         part = slice(block * length, (block + 1) * length)
         factor = scale_a[:, block : block + 1] * wide[block]
-        total = fused_multiply_add(matmul(a[:, part], b[part]), factor, total)
+        total = fma(matmul(a[:, part], b[part]), factor, total)
     assert_bits_equal(got, total)
 
 
