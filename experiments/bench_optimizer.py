@@ -1,10 +1,12 @@
 """The optimizer's speed on a GPU, as a share of the device copy of the same run.
 
-    python -m fp8lab.experiments.bench_optimizer [--out FOLDER] [--tune] [--redraw]
+    python -m fp8lab.experiments.bench_optimizer [--out FOLDER] [--tune] [--only GROUP] [--redraw]
 
-Every round times the copy and all cases of a group once, one after the other, so that clocks and
-heat are shared; what is reported is the median of the rounds. Rows go to FOLDER/optimizer.jsonl,
-the picture that is drawn from them to FOLDER/optimizer.png.
+The card is warmed up first. Every round times the copy and all cases of a group once, one after
+the other, so that clocks and heat are shared; what is reported is the median of the rounds. Each
+is queued behind another copy, so that the host's time to launch is not part of it; only launches
+against a CUDA graph are timed without. Rows go to FOLDER/optimizer.jsonl, the picture that is drawn
+from them to FOLDER/optimizer.png.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -23,24 +26,28 @@ import torch
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.optimizer_cases import (
+    BFLOAT16_MOMENTS,
     EIGHT_BIT,
     FLOAT32,
     MODELS,
+    REMAINDER,
     STATE_CASES,
     Shapes,
     StateCase,
     make_plan,
     sharded,
 )
+from fp8lab.experiments.optimizer_streams import streams
 from fp8lab.experiments.plot_optimizer import draw
 from fp8lab.kernels.adamw import step_constants
 from fp8lab.kernels.adamw_plan import AdamPlan
+from fp8lab.kernels.adamw_settings import AdamSettings
 from fp8lab.kernels.gradients import GradientPlan
-from fp8lab.kernels.launch import ElementwiseSettings
 from fp8lab.optimizer_formats import order_named
 from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
 
-ROUNDS = 9
+ROUNDS = 15
+WARM_UP_SECONDS = 3.0
 COPY_ELEMENTS = 1 << 28  # float32: 1 GiB in, 1 GiB out
 OPTIONS: dict[str, Any] = {
     "lr": 1e-3,
@@ -48,6 +55,24 @@ OPTIONS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }
+# What --tune tries: elements a program, its warps, registers a thread.
+LAUNCHES: tuple[tuple[int, int, int | None], ...] = (
+    (128, 1, None),
+    (256, 1, None),
+    (256, 1, 80),
+    (256, 1, 64),
+    (256, 2, None),
+    (512, 1, 128),
+    (512, 2, None),
+    (512, 2, 80),
+    (512, 4, None),
+    (1024, 2, 128),
+    (1024, 4, None),
+    (1024, 8, None),
+    (2048, 8, None),
+)
+TUNED = (FLOAT32, REMAINDER, BFLOAT16_MOMENTS, EIGHT_BIT)
+ONE_BY_ONE = "torch, one kernel an operation"
 Step = Callable[[], Any]
 # name -> (the step, elements, bytes it must move for each)
 Group = dict[str, tuple[Step, int, float]]
@@ -58,6 +83,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("figures/h200"))
     parser.add_argument("--tune", action="store_true", help="try launch settings, too")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="GROUP",
+        help="run the groups whose title begins so, and keep the other rows of the file",
+    )
     parser.add_argument("--redraw", action="store_true", help="draw the rows that are there")
     options = parser.parse_args(arguments)
     rows_file = options.out / "optimizer.jsonl"
@@ -76,28 +107,49 @@ def main(arguments: list[str] | None = None) -> None:
             }
         ]
         options.out.mkdir(parents=True, exist_ok=True)
-        for row in measure(options.tune):
+        if options.only:
+            rows = [row for row in read_rows(rows_file) if _is_kept(row, options.only)]
+        for row in measure(options.tune, options.only):
             rows.append(row)
             print(line_of(row), flush=True)
             write_atomically(rows_file, "".join(to_json(r) + "\n" for r in rows))
     draw(rows, rows_file.with_suffix(".png"))
 
 
-def measure(tune: bool) -> Iterator[Row]:
-    """All groups, each on fresh memory."""
+def _is_kept(row: Row, only: str) -> bool:
+    return "group" not in row or not row["group"].startswith(only)
+
+
+def measure(tune: bool, only: str) -> Iterator[Row]:
+    """All groups whose title begins with `only`, each on fresh memory."""
+    _warm_up()
+    for title, make in groups(tune):
+        if title.startswith(only):
+            yield from _run(title, make())
+
+
+def groups(tune: bool) -> Iterator[tuple[str, Callable[[], Group]]]:
+    """The titles, and what makes each group."""
     for name, shapes in MODELS.items():
-        yield from _run(f"norm: {name}", norm_group(shapes))
-        yield from _run(f"AdamW: {name}", adamw_group(name, shapes))
+        yield f"norm: {name}", partial(norm_group, shapes)
+        yield f"AdamW: {name}", partial(adamw_group, name, shapes)
     shapes = MODELS["1.3B (24 layers of 2048)"]
+    yield "states: 1.3B", lambda: {ONE_BY_ONE: torch_step(shapes, {"foreach": False}, 80)}
     for case in STATE_CASES:
-        yield from _run("states: 1.3B", {case.name: step_of(shapes, case)})
+        yield "states: 1.3B", partial(step_group, shapes, (case,))
+    yield "states: 2^28, no arithmetic", streams_group
     for ranks in (8, 64):
-        group = {case.name: step_of(sharded(shapes, ranks), case) for case in (FLOAT32, EIGHT_BIT)}
-        yield from _run(f"sharded over {ranks}: 1.3B", group)
-    yield from _run("graph: 1.3B over 64", graph_group(sharded(shapes, 64)))
+        part = sharded(shapes, ranks)
+        yield f"sharded over {ranks}: 1.3B", partial(step_group, part, (FLOAT32, EIGHT_BIT))
+    yield "graph: 1.3B over 64", partial(graph_group, sharded(shapes, 64))
     if tune:
-        for case in (FLOAT32, EIGHT_BIT):
-            yield from _run(f"tune: {case.name}", tune_group(case))
+        for case in TUNED:
+            yield f"tune: {case.name}", partial(tune_group, case)
+
+
+def step_group(shapes: Shapes, cases: Iterable[StateCase]) -> Group:
+    """The lab's kernel on several states."""
+    return {case.name: step_of(shapes, case) for case in cases}
 
 
 def norm_group(shapes: Shapes) -> Group:
@@ -122,20 +174,33 @@ def adamw_group(name: str, shapes: Shapes) -> Group:
     if name == next(iter(MODELS)):
         for order in ("torch", "torch_cuda", "apex"):
             group[f"fp8lab {order}"] = step_of(shapes, replace(FLOAT32, order=order))
-    for kind in ("fused", "foreach"):
-        if kind == "foreach" and name != next(iter(MODELS)):
-            continue
-        params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
-        for param in params:
-            param.grad = torch.randn_like(param)
-        optimizer = torch.optim.AdamW(params, **OPTIONS, **{kind: True})  # type: ignore[arg-type]
-        elements = sum(param.numel() for param in params)
-        group[f"torch {kind}"] = (optimizer.step, elements, 28)
+        group["torch foreach"] = torch_step(shapes, {"foreach": True}, 28)
+    group["torch fused"] = torch_step(shapes, {"fused": True}, 28)
     return group
 
 
+def torch_step(
+    shapes: Shapes, options: dict[str, bool], bytes_moved: float
+) -> tuple[Step, int, float]:
+    """A step of torch.optim.AdamW."""
+    params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = torch.optim.AdamW(params, **OPTIONS, **options)  # type: ignore[arg-type]
+    return optimizer.step, sum(param.numel() for param in params), bytes_moved
+
+
+def streams_group() -> Group:
+    """What the bytes of the 14-byte step cost without its arithmetic."""
+    elements = 1 << 28
+    return {
+        f"block {block}, {warps} warps": (streams(elements, block, warps), elements, 14.125)
+        for block, warps in ((256, 1), (512, 2), (1024, 4))
+    }
+
+
 def step_of(
-    shapes: Shapes, case: StateCase, settings: ElementwiseSettings | None = None
+    shapes: Shapes, case: StateCase, settings: AdamSettings | None = None
 ) -> tuple[Step, int, float]:
     """A step of the lab's kernel with gradient factor, skip flag and constants on the device."""
     plan = make_plan(shapes, case, settings)
@@ -181,12 +246,24 @@ def tune_group(case: StateCase) -> Group:
     """Launch settings on one tensor."""
     shapes = MODELS["one tensor of 2^28"]
     group = {}
-    for block in (512, 1024, 2048, 4096):
-        for warps in (2, 4, 8):
-            if 2 <= block // (warps * 32) <= 32:
-                settings = ElementwiseSettings(block, warps)
-                group[f"block {block}, {warps} warps"] = step_of(shapes, case, settings)
+    for block, warps, registers in LAUNCHES:
+        settings = AdamSettings(block, warps, registers)
+        name = f"block {block}, {warps} warps, " + (
+            "any registers" if registers is None else f"{registers} registers"
+        )
+        group[name] = step_of(shapes, case, settings)
     return group
+
+
+def _warm_up() -> None:
+    """Copy until the clocks have settled: a card that was idle is slower at first."""
+    source = torch.empty(COPY_ELEMENTS, device="cuda")
+    target = torch.empty_like(source)
+    until = time.monotonic() + WARM_UP_SECONDS
+    while time.monotonic() < until:
+        for _ in range(100):
+            target.copy_(source)
+        torch.cuda.synchronize()
 
 
 def _run(title: str, group: Group) -> Iterator[Row]:
@@ -195,12 +272,14 @@ def _run(title: str, group: Group) -> Iterator[Row]:
     target = torch.empty_like(source)
     cases: Group = {"copy": (partial(target.copy_, source), COPY_ELEMENTS, 8), **group}
     times: dict[str, list[float]] = {name: [] for name in cases}
-    for name, (step, _, _) in cases.items():  # compiled, and warm
-        step()
-        times[name] = []
+    for _ in range(2):  # compiled, and warm
+        for step, _, _ in cases.values():
+            step()
     torch.cuda.synchronize()
     for _ in range(ROUNDS):
         for name, (step, _, _) in cases.items():
+            if not title.startswith("graph"):
+                cases["copy"][0]()
             times[name].append(_milliseconds(step))
     rates = {
         name: elements * size / statistics.median(times[name]) / 1e6

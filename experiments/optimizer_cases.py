@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8lab.kernels.adamw_plan import AdamPlan, AdamTensors, empty_moment
-from fp8lab.kernels.launch import ElementwiseSettings
+from fp8lab.kernels.adamw_plan import AdamPlan
+from fp8lab.kernels.adamw_settings import AdamSettings
+from fp8lab.kernels.adamw_tensors import AdamTensors, empty_moment
 from fp8lab.optimizer_formats import moment_format_named
 
 Shapes = Sequence[tuple[int, ...]]
@@ -57,11 +58,16 @@ FLOAT32 = StateCase("float32")
 EIGHT_BIT = StateCase(
     "e4m3_128, bf16 + remainder", "e4m3_128", "e4m3_128", "bfloat16_remainder", "bfloat16"
 )
+BFLOAT16_MOMENTS = StateCase(
+    "bf16 moments", "bfloat16", "bfloat16", "bfloat16_remainder", "bfloat16"
+)
+REMAINDER = StateCase("float32, bf16 + remainder", master="bfloat16_remainder", grad="bfloat16")
 STATE_CASES = (
     FLOAT32,
     replace(FLOAT32, name="float32, bf16 gradient and weight", grad="bfloat16", weight=True),
-    StateCase("float32, bf16 + remainder", master="bfloat16_remainder", grad="bfloat16"),
-    StateCase("bf16 moments", "bfloat16", "bfloat16", "bfloat16_remainder", "bfloat16"),
+    REMAINDER,
+    StateCase("float32, bf16 stochastic", master="bfloat16_stochastic", grad="bfloat16"),
+    BFLOAT16_MOMENTS,
     StateCase(
         "f16 scaled", "float16_scaled", "float16_scaled_keep", "bfloat16_remainder", "bfloat16"
     ),
@@ -109,9 +115,7 @@ def sharded(shapes: Shapes, ranks: int) -> list[tuple[int, ...]]:
     return [(-(-shape[0] // ranks), *shape[1:]) for shape in shapes]
 
 
-def make_plan(
-    shapes: Shapes, case: StateCase, settings: ElementwiseSettings | None = None
-) -> AdamPlan:
+def make_plan(shapes: Shapes, case: StateCase, settings: AdamSettings | None = None) -> AdamPlan:
     """A plan over fresh tensors of those shapes on the GPU, with ordinary random values."""
     torch.manual_seed(0)
     tensors = []
@@ -142,5 +146,5 @@ def make_plan(
         exp_avg=case.exp_avg,
         exp_avg_sq=case.exp_avg_sq,
         master=case.master,
-        settings=settings or ElementwiseSettings(),
+        settings=settings,
     )

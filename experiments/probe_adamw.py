@@ -51,24 +51,44 @@ GOLDEN_BETAS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 GOLDEN_STEPS = 64
 # Both patterns of torch's fused kernel. The second is more than a block's 2048 elements.
 GOLDEN_SIZES = (3000, 3003)
-# apex's formula, compiled with nvcc's defaults, to see which products it fuses. The numbers come
-# from memory: torch hands a Python float to a kernel as a double in one release and as a float in
-# another, and a float parameter would then be a double's lower half.
+# apex's formula in the loop that apex, DeepSpeed and TransformerEngine have around it, four
+# elements a thread, compiled with nvcc's defaults: which product it fuses hangs on what is around.
+# The numbers come from memory: torch hands a Python float to a kernel as a double in one release
+# and as a float in another, and a float parameter would then be a double's lower half.
 FORMULA = r"""
 extern "C" __global__ void apex_step(float* p, const float* g, float* m, float* v,
     const float* numbers, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
   float b1 = numbers[0], b2 = numbers[1], c1 = numbers[2], c2 = numbers[3], eps = numbers[4];
   float lr = numbers[5], wd = numbers[6];
-  float grad = g[i], mean = m[i], square = v[i], weight = p[i];
-  mean = b1 * mean + (1 - b1) * grad;
-  square = b2 * square + (1 - b2) * grad * grad;
-  float denominator = sqrtf(square / c2) + eps;
-  float update = mean / c1 / denominator + wd * weight;
-  m[i] = mean;
-  v[i] = square;
-  p[i] = weight - lr * update;
+  for (int start = 0; start < n; start += blockDim.x * 4) {
+    float grad[4], mean[4], square[4], weight[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      int i = start + threadIdx.x + k * blockDim.x;
+      bool inside = i < n;
+      grad[k] = inside ? g[i] : 0.0f;
+      weight[k] = inside ? p[i] : 0.0f;
+      mean[k] = inside ? m[i] : 0.0f;
+      square[k] = inside ? v[i] : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      mean[k] = b1 * mean[k] + (1 - b1) * grad[k];
+      square[k] = b2 * square[k] + (1 - b2) * grad[k] * grad[k];
+      float denominator = sqrtf(square[k] / c2) + eps;
+      float update = mean[k] / c1 / denominator + wd * weight[k];
+      weight[k] = weight[k] - lr * update;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      int i = start + threadIdx.x + k * blockDim.x;
+      if (i < n) {
+        p[i] = weight[k];
+        m[i] = mean[k];
+        v[i] = square[k];
+      }
+    }
+  }
 }
 """
 State = tuple[Any, Any, Any, Any]
@@ -142,7 +162,7 @@ def apex_step(state: State) -> tuple[Any, Any, Any]:
     k = step_constants(APEX, step=STEP, **OPTIONS)
     values = (k.beta1, k.beta2, k.correction1, k.correction2, k.eps, k.lr, k.decay)
     numbers = torch.from_numpy(np.array(values, np.float32)).cuda()
-    kernel((SIZE // 256, 1, 1), (256, 1, 1), (param, grad, exp_avg, exp_avg_sq, numbers, SIZE))
+    kernel((1, 1, 1), (512, 1, 1), (param, grad, exp_avg, exp_avg_sq, numbers, param.numel()))
     torch.cuda.synchronize()
     return to_numpy(param), to_numpy(exp_avg), to_numpy(exp_avg_sq)
 

@@ -1,23 +1,18 @@
-"""AdamW on stored states, as torch tensors: the oracle for the CPU, the kernels for a GPU."""
+"""AdamW on stored states, as torch tensors: what is kept, and who takes a step where."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fp8lab.bridge import to_numpy, to_torch
-from fp8lab.emulation.adamw_states import AdamState, adamw_state
-from fp8lab.emulation.moments import StoredMoment, zero_moment
-from fp8lab.emulation.random import random_words
+from fp8lab.bridge import to_torch
+from fp8lab.emulation.moments import zero_moment
+from fp8lab.formats import E4M3, E5M2, Float8Format
 from fp8lab.optimizer_formats import AdamOrder, MomentFormat, moment_format_named, order_named
-
-if TYPE_CHECKING:
-    from fp8lab.kernels.adamw_plan import AdamPlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARTS = ("", "_scale", "_power")  # of a stored moment: codes, scale, power
@@ -60,47 +55,75 @@ class StepNumbers:
     weight_decay: float
 
 
-def fresh_state(param: Tensor, formats: AdamFormats) -> dict[str, Tensor]:
-    """The moments of a new parameter, and the remainder of its master, by name.
+@dataclass(frozen=True)
+class WeightCopies:
+    """What a step writes beside a parameter, for the next forward pass.
 
-    Names: exp_avg, exp_avg_sq; with suffixes _scale and _power where a format has them; remainder.
-    """
-    state = {}
-    for name in MOMENTS:
-        stored = zero_moment(tuple(param.shape), getattr(formats, name))
-        for part, array in zip(PARTS, (stored.codes, stored.scale, stored.power), strict=True):
-            if array is not None:
-                state[name + part] = to_torch(array, device=param.device)
-    if formats.master == "bfloat16_remainder":
-        state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
-    return state
-
-
-class AdamStepper:
-    """Takes steps of a list of parameters, in place.
-
-    Args:
-        params: float32, or bfloat16 with another master; contiguous, of one device.
-        states: What `fresh_state` made for each.
-        formats: What is computed and kept.
-        groups: For each parameter, which of the numbers given to `step` are its own.
-        random_offsets: For each, where its random words begin.
+    Attributes:
+        weight: bfloat16, of the parameter's shape: a float32 parameter rounded to nearest even.
+        codes: float8_e4m3fn or float8_e5m2, of that shape: the FP8 codes of the bfloat16 weight, or
+            of the float32 parameter where no weight is written, as `quantize` with overflow
+            "saturate" gives them.
+        scale: One float32: multiplies what is cast.
+        amax: One float32: takes the larger bit pattern of itself and the amax of what is cast.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        formats: AdamFormats,
-        groups: Sequence[int],
-        random_offsets: Sequence[int],
-    ) -> None:
-        self._params = [param.detach() for param in params]
-        self._states = list(states)
-        self._formats = formats
-        self._groups = list(groups)
-        self._offsets = list(random_offsets)
-        self._plan: AdamPlan | None = None
+    weight: Tensor | None = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+
+    @property
+    def code_format(self) -> Float8Format | None:
+        """The format of the codes."""
+        if self.codes is None:
+            return None
+        return E4M3 if self.codes.dtype == torch.float8_e4m3fn else E5M2
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tensors lie, 0 for one that is not there."""
+        parts = (self.weight, self.codes, self.scale, self.amax)
+        return tuple(0 if part is None else part.data_ptr() for part in parts)
+
+    def check(self, param: Tensor) -> None:
+        """Refuse what does not fit a parameter.
+
+        Raises:
+            TypeError: A tensor of another dtype.
+            ValueError: A shape or device differs, a tensor is not contiguous, or codes come without
+                a scale and an amax; or a weight beside a parameter that is one itself.
+        """
+        if self.weight is not None and param.dtype != torch.float32:
+            raise ValueError(
+                f"the parameter is {param.dtype}: a weight goes with float32 parameters"
+            )
+        if len({part is None for part in (self.codes, self.scale, self.amax)}) > 1:
+            raise ValueError("codes come with a scale and an amax, all three or none")
+        float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+        for name, tensor, dtypes, shape in (
+            ("weight", self.weight, (torch.bfloat16,), param.shape),
+            ("codes", self.codes, float8, param.shape),
+            ("scale", self.scale, (torch.float32,), None),
+            ("amax", self.amax, (torch.float32,), None),
+        ):
+            if tensor is None:
+                continue
+            if tensor.dtype not in dtypes:
+                accepted = ", ".join(map(str, dtypes))
+                raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
+            if tensor.numel() != 1 if shape is None else tensor.shape != shape:
+                accepted = "one element" if shape is None else f"the parameter's {tuple(shape)}"
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {accepted}")
+            if tensor.device != param.device or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} is on {tensor.device} with strides {tensor.stride()}; accepted:"
+                    f" contiguous, on the parameter's {param.device}"
+                )
+
+
+class Stepper(Protocol):
+    """Takes steps of a list of parameters, in place."""
 
     def step(
         self,
@@ -118,116 +141,39 @@ class AdamStepper:
             factor: One float32: multiplies the gradients.
             seed: Of the random words of the master "bfloat16_stochastic".
         """
-        if self._params[0].is_cuda:
-            self._step_by_kernel(grads, numbers, factor, seed)
-        else:
-            self._step_by_oracle(grads, numbers, factor, seed)
 
-    def _step_by_oracle(
+    def counted_step(
         self,
         grads: Sequence[Tensor],
-        numbers: Sequence[StepNumbers],
-        factor: Tensor | None,
-        seed: int,
+        numbers: Tensor,
+        counts: Tensor,
+        *,
+        factor: Tensor | None = None,
+        skip: Tensor | None = None,
+        seed: int = 0,
     ) -> None:
-        for place, (param, state, grad) in enumerate(
-            zip(self._params, self._states, grads, strict=True)
-        ):
-            own = numbers[self._groups[place]]
-            words = None
-            if self._formats.master == "bfloat16_stochastic":
-                words = random_words(seed, tuple(param.shape), offset=self._offsets[place])
-            new = adamw_state(
-                _as_arrays(param, state, self._formats),
-                to_numpy(grad),
-                step=own.step,
-                lr=own.lr,
-                betas=own.betas,
-                eps=own.eps,
-                weight_decay=own.weight_decay,
-                order=self._formats.order,
-                decoupled=self._formats.decoupled,
-                grad_factor=None if factor is None else np.float32(factor.item()),
-                random_words=words,
-            )
-            param.copy_(to_torch(new.param))
-            for name, array in _named(new).items():
-                state[name].copy_(to_torch(array))
+        """One step whose numbers and count lie on the device; nothing waits for it.
 
-    def _step_by_kernel(
-        self,
-        grads: Sequence[Tensor],
-        numbers: Sequence[StepNumbers],
-        factor: Tensor | None,
-        seed: int,
-    ) -> None:
-        from fp8lab.kernels.adamw import step_constants
-
-        if self._plan is None:
-            self._plan = self._make_plan(grads)
-        else:
-            self._plan.set_grads(grads)
-        constants = torch.cat(
-            [
-                step_constants(
-                    self._formats.order,
-                    step=own.step,
-                    lr=own.lr,
-                    betas=own.betas,
-                    eps=own.eps,
-                    weight_decay=own.weight_decay,
-                    decoupled=self._formats.decoupled,
-                )
-                for own in numbers
-            ]
-        )
-        device = self._params[0].device
-        words = None
-        if self._formats.master == "bfloat16_stochastic":
-            words = torch.tensor([seed], dtype=torch.int64, device=device)
-        self._plan.launch(constants.to(device, non_blocking=True), factor=factor, seed=words)
-        torch.autograd.graph.increment_version(self._params)
-
-    def _make_plan(self, grads: Sequence[Tensor]) -> AdamPlan:
-        from fp8lab.kernels.adamw_plan import AdamPlan, AdamTensors, MomentTensors
-
-        tensors = []
-        for place, (param, state, grad) in enumerate(
-            zip(self._params, self._states, grads, strict=True)
-        ):
-            exp_avg, exp_avg_sq = (
-                MomentTensors(state[name], state.get(f"{name}_scale"), state.get(f"{name}_power"))
-                for name in MOMENTS
-            )
-            tensors.append(
-                AdamTensors(
-                    param,
-                    grad,
-                    exp_avg,
-                    exp_avg_sq,
-                    state.get("remainder"),
-                    group=self._groups[place],
-                    random_offset=self._offsets[place],
-                )
-            )
-        f = self._formats
-        return AdamPlan(tensors, f.order, f.decoupled, f.exp_avg, f.exp_avg_sq, f.master)
+        Args:
+            grads, factor: As for `step`.
+            numbers: float64, one row a parameter: lr, beta1, beta2, eps, weight_decay.
+            counts: int64, steps taken, one a parameter; each grows by one.
+            skip: One int32: nothing at all changes, no count either, unless it is 0.
+            seed: Added to the largest count, it is the seed of the random words.
+        """
 
 
-def _as_arrays(param: Tensor, state: dict[str, Tensor], formats: AdamFormats) -> AdamState:
-    def moment(name: str) -> StoredMoment:
-        parts = [state.get(name + part) for part in PARTS]
-        arrays: list[Any] = [None if part is None else to_numpy(part) for part in parts]
-        return StoredMoment(getattr(formats, name), *arrays)
+def fresh_state(param: Tensor, formats: AdamFormats) -> dict[str, Tensor]:
+    """The moments of a new parameter, and the remainder of its master, by name.
 
-    remainder: Any = to_numpy(state["remainder"]) if "remainder" in state else None
-    return AdamState(to_numpy(param), moment("exp_avg"), moment("exp_avg_sq"), remainder)
-
-
-def _named(state: AdamState) -> dict[str, Any]:
-    named: dict[str, Any] = {"remainder": state.remainder}
+    Names: exp_avg, exp_avg_sq; with suffixes _scale and _power where a format has them; remainder.
+    """
+    state = {}
     for name in MOMENTS:
-        stored = getattr(state, name)
+        stored = zero_moment(tuple(param.shape), getattr(formats, name))
         for part, array in zip(PARTS, (stored.codes, stored.scale, stored.power), strict=True):
-            named[name + part] = array
-    return {name: array for name, array in named.items() if array is not None}
+            if array is not None:
+                state[name + part] = to_torch(array, device=param.device)
+    if formats.master == "bfloat16_remainder":
+        state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+    return state

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8lab.ops_adamw import AdamFormats, AdamStepper, StepNumbers, fresh_state
+from fp8lab.ops_adamw import (
+    AdamFormats,
+    StepNumbers,
+    Stepper,
+    WeightCopies,
+    fresh_state,
+)
+from fp8lab.ops_adamw_counted import CountedNumbers, numbers_row
+from fp8lab.ops_adamw_steppers import make_stepper
 from fp8lab.optimizer_formats import MASTER_FORMATS
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")
@@ -29,9 +37,17 @@ class AdamW(torch.optim.Optimizer):
         master: One of `fp8lab.optimizer_formats.MASTER_FORMATS`.
         seed: Of stochastic rounding, for the master "bfloat16_stochastic": step t draws
             `random_words` of the seed (seed << 32) + t.
+        capturable: Whether learning rates and steps live on the device (float64 and int64), so that
+            a step can be skipped without waiting for the device, and repeated in a CUDA graph. The
+            bits are the same (with the order "torch_cuda" on a GPU, the powers are the card's own).
 
-    State of a parameter: `step` (Python int) and the tensors of
-    `fp8lab.ops_adamw.fresh_state`. `load_state_dict` keeps their dtypes and bits.
+    State of a parameter: `step` (Python int; with `capturable` it is brought up to date by
+    `state_dict`) and the tensors of `fp8lab.ops_adamw.fresh_state`. `load_state_dict` keeps their
+    dtypes and bits.
+
+    In a CUDA graph: take a step before the capture, with the gradient tensors that the graph will
+    write (`zero_grad(set_to_none=False)`); before a replay, `update_numbers` hands a schedule's new
+    learning rate to the device.
 
     Raises:
         ValueError: A number is outside its range, or a name is unknown.
@@ -52,6 +68,7 @@ class AdamW(torch.optim.Optimizer):
         exp_avg_sq: str = "float32",
         master: str = "float32",
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
         if master not in MASTER_FORMATS:
             raise ValueError(f"unknown master {master!r}; accepted: {', '.join(MASTER_FORMATS)}")
@@ -59,8 +76,11 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"seed is {seed}; accepted: 0 to 2**31 - 1")
         self.formats = AdamFormats.named(order, decoupled, exp_avg, exp_avg_sq, master)
         self.seed = seed
-        self._stepper: AdamStepper | None = None
+        self.capturable = capturable
+        self._copies: dict[Tensor, WeightCopies] = {}
+        self._stepper: Stepper | None = None
         self._stepper_key: tuple[Any, ...] = ()
+        self._counted: CountedNumbers | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -81,9 +101,48 @@ class AdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def also_write(
+        self,
+        param: Tensor,
+        *,
+        weight: Tensor | None = None,
+        codes: Tensor | None = None,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        """Have every step write what the next forward pass reads of a parameter, in the same pass.
+
+        What is written is the new weight's; a step that is skipped writes none of it. Nothing here
+        is part of the saved state. Given again, the tensors replace the last ones; given nothing,
+        the parameter has none.
+
+        Args:
+            param: One of the optimizer's parameters.
+            weight, codes, scale, amax: See `fp8lab.ops_adamw.WeightCopies`. The scale is read at
+                each step and may change in place; the caller resets the amax.
+
+        Raises:
+            TypeError, ValueError: They do not fit the parameter, it is not the optimizer's, or
+                codes are of another format than another parameter's.
+        """
+        if not any(param is own for group in self.param_groups for own in group["params"]):
+            raise ValueError(
+                f"a tensor of shape {tuple(param.shape)} is no parameter of this optimizer"
+            )
+        copies = WeightCopies(weight, codes, scale, amax)
+        copies.check(param)
+        others = {own.code_format for key, own in self._copies.items() if key is not param}
+        if codes is not None and others - {None, copies.code_format}:
+            raise ValueError(f"codes are {codes.dtype}; accepted: one format for all parameters")
+        self._copies[param] = copies
+
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, factor: Tensor | None = None
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        factor: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> float | None:
         """Update every parameter that has a gradient.
 
@@ -91,11 +150,16 @@ class AdamW(torch.optim.Optimizer):
             closure: Computes the loss again, as torch's optimizers take it.
             factor: One float32 on the parameters' device that multiplies every gradient: what
                 unscales and clips (`gradient_norm` makes one).
+            skip: One int32 on that device: unless it is 0, nothing is written and no step is
+                counted (`gradient_norm` makes one, too). Only with `capturable`: a Python int
+                cannot know.
 
         Raises:
-            TypeError: A gradient is sparse. ValueError: A number is outside its range. The state
-                is as before then.
+            TypeError: A gradient is sparse. ValueError: A number is outside its range, or a skip
+                without `capturable`. The state is as before then.
         """
+        if skip is not None and not self.capturable:
+            raise ValueError("a skip flag needs steps on the device; build AdamW(capturable=True)")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -103,12 +167,51 @@ class AdamW(torch.optim.Optimizer):
         chosen, grads, numbers, places = self._gather()
         if not chosen:
             return loss
-        for param, _ in chosen:
+        params, offsets = [param for param, _ in chosen], [offset for _, offset in chosen]
+        if self.capturable:
+            stepper = self._stepper_for(params, [0] * len(params), offsets)
+            counted = self._counted_for(params)
+            counted.set([numbers_row(numbers[place]) for place in places])
+            stepper.counted_step(
+                grads,
+                counted.numbers,
+                counted.counts,
+                factor=factor,
+                skip=skip,
+                seed=self.seed << 32,
+            )
+            return loss
+        for param in params:
             self.state[param]["step"] += 1
         longest = max(own.step for own in numbers)
-        stepper = self._stepper_for([param for param, _ in chosen], places, [o for _, o in chosen])
+        stepper = self._stepper_for(params, places, offsets)
         stepper.step(grads, numbers, factor=factor, seed=(self.seed << 32) + longest)
         return loss
+
+    def update_numbers(self) -> None:
+        """Hand the groups' numbers to the device, for the next replay of a graph."""
+        if self._counted is not None:
+            owner = {id(p): group for group in self.param_groups for p in group["params"]}
+            self._counted.set([numbers_row(owner[id(param)]) for param in self._counted.params])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; the steps that a device counted are fetched first."""
+        self._fetch_counts()
+        return super().state_dict()
+
+    def _fetch_counts(self) -> None:
+        if self._counted is not None:
+            counts = self._counted.counts.tolist()
+            for param, count in zip(self._counted.params, counts, strict=True):
+                self.state[param]["step"] = count
+
+    def _counted_for(self, params: list[nn.Parameter]) -> CountedNumbers:
+        known = self._counted
+        if known is None or [id(p) for p in known.params] != [id(p) for p in params]:
+            self._fetch_counts()
+            self._counted = CountedNumbers(params, [self.state[p]["step"] for p in params])
+        assert self._counted is not None
+        return self._counted
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, bit for bit: torch itself would cast it to the parameters' dtype.
@@ -126,7 +229,7 @@ class AdamW(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(place, {}).items():
                 if isinstance(value, Tensor):
                     self.state[param][name] = value.detach().to(param.device, copy=True)
-        self._stepper = None
+        self._stepper = self._counted = None
 
     def _check_loaded(self, param: Tensor, saved: dict[str, Any]) -> None:
         if not saved:
@@ -170,9 +273,10 @@ class AdamW(torch.optim.Optimizer):
 
     def _stepper_for(
         self, params: list[nn.Parameter], places: list[int], offsets: list[int]
-    ) -> AdamStepper:
+    ) -> Stepper:
         """The stepper of the last step, unless the parameters or their tensors are others now."""
         states = [self.state[param] for param in params]
+        copies = [self._copies.get(param, WeightCopies()) for param in params]
         tensors = [
             {name: value for name, value in state.items() if isinstance(value, Tensor)}
             for state in states
@@ -182,9 +286,10 @@ class AdamW(torch.optim.Optimizer):
             tuple(value.data_ptr() for state in tensors for value in state.values()),
             tuple(param.grad.dtype for param in params if param.grad is not None),
             tuple(places),
+            tuple(own.addresses for own in copies),
         )
         if self._stepper is None or key != self._stepper_key:
-            self._stepper = AdamStepper(params, tensors, self.formats, places, offsets)
+            self._stepper = make_stepper(params, tensors, self.formats, places, offsets, copies)
             self._stepper_key = key
         return self._stepper
 

@@ -117,7 +117,8 @@ TORCH_FOREACH_CUDA = AdamOrder(
     update="step_size_fused",
 )
 # apex, DeepSpeed and TransformerEngine on a GPU: one formula, read from their sources, with the
-# products fused that nvcc fuses by default; not measured.
+# products fused that nvcc fuses in their loop of four elements; measured with CUDA 13.0's compiler
+# on an H200. All three are built with fast math, whose quotients are approximate; these are not.
 APEX = AdamOrder(
     "apex",
     decay="inside",

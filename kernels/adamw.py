@@ -6,8 +6,10 @@ import math
 
 import torch
 
-from fp8lab.kernels.adamw_plan import AdamPlan, AdamTensors, MomentTensors
-from fp8lab.kernels.launch import ElementwiseSettings, to_float32
+from fp8lab.kernels.adamw_plan import AdamPlan
+from fp8lab.kernels.adamw_settings import AdamSettings
+from fp8lab.kernels.adamw_tensors import AdamTensors, MomentTensors
+from fp8lab.kernels.launch import to_float32
 from fp8lab.optimizer_formats import AdamOrder, order_named
 
 
@@ -25,7 +27,7 @@ def adamw(
     order: str | AdamOrder = "plain",
     decoupled: bool = True,
     powers: tuple[float, float] | None = None,
-    settings: ElementwiseSettings = ElementwiseSettings(),  # noqa: B008 (frozen)
+    settings: AdamSettings | None = None,
     hardware: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One AdamW step (Loshchilov and Hutter, 2019) on float32 tensors, in place.
@@ -40,8 +42,7 @@ def adamw(
         lr, betas, eps, weight_decay: Python floats; lr, eps and weight_decay at least 0, each beta
             in [0, 1).
         order, decoupled, powers: As for the oracle.
-        settings: How the kernel is launched.
-        hardware: See `AdamPlan`.
+        settings, hardware: See `AdamPlan`.
 
     Returns:
         (param, exp_avg, exp_avg_sq): the tensors given, now holding the new values.

@@ -20,12 +20,13 @@ from fp8lab.kernels.float_device import (
 )
 from fp8lab.kernels.moments_device import (
     inverse_scale_of,
-    load_words,
     moment_top,
+    raise_to,
     read_moment,
-    store_words,
     write_moment,
 )
+from fp8lab.kernels.packed_device import joined, split, widened_bfloat16
+from fp8lab.kernels.words_device import load_words, store_words
 
 # Columns of the table: one row a tensor, addresses and numbers as int64.
 COLUMNS = tl.constexpr(18)
@@ -55,8 +56,9 @@ class StepCode:
     Attributes:
         grad: "float32", "bfloat16" or "float16".
         master: One of `MASTER_FORMATS`.
-        weight: The format of the copy of a float32 parameter that is written: bfloat16, or None.
-        codes: The format of the FP8 codes of the weight, or None.
+        weight: The format of the copy that is written of float32 parameters: bfloat16, or None.
+            A tensor whose address in the table is 0 has none.
+        codes: The format of the weights' FP8 codes, or None; likewise.
         decoupled: Whether weight decay is decoupled.
         hardware: Whether the card's conversions and fused multiply-add are used.
         aligned: Whether every address is a multiple of 16.
@@ -89,49 +91,50 @@ def adamw_kernel(
     ONLY_TOPS: tl.constexpr,
 ):
     """One chunk of one tensor a program. With ONLY_TOPS, nothing but `tops` is written."""
+    # Loads that do not wait for each other come first, all of them.
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunk_tensor + chunk)
     if skip is not None:  # noqa: SIM102 (decided when it is compiled)
         if tl.load(skip) != 0:
             return
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunk_tensor + chunk)
     row = table + tensor * COLUMNS
     n = tl.load(row + SIZE)
-    start = (chunk - tl.load(row + FIRST_CHUNK)) * STEP.block
+    first_chunk = tl.load(row + FIRST_CHUNK)
+    k = constants + tl.load(row + GROUP) * CONSTANTS
+    # Addresses: of param, remainder and weight; of each moment's codes, scales and powers; of the
+    # gradient; of the weight's FP8 codes, their scale and amax.
+    places = (
+        (tl.load(row + PARAM), tl.load(row + REMAINDER), tl.load(row + WEIGHT)),
+        (tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SCALE), tl.load(row + EXP_AVG_POWER)),
+        (
+            tl.load(row + EXP_AVG_SQ),
+            tl.load(row + EXP_AVG_SQ_SCALE),
+            tl.load(row + EXP_AVG_SQ_POWER),
+        ),
+        tl.load(row + GRAD),
+        (tl.load(row + CODES), tl.load(row + CODES_SCALE), tl.load(row + CODES_AMAX)),
+    )
+    random = tl.load(row + RANDOM_OFFSET)
+    start = (chunk - first_chunk) * STEP.block
+    top = tops + 2 * tensor
     # Full chunks carry no mask: one that depends on n would make every access a scalar one. Each
     # branch holds the whole body, so that neither decides how the other spreads over threads.
     if start + STEP.block <= n:
-        _step(
-            row,
-            tensor,
-            start,
-            n,
-            constants,
-            factor,
-            seed,
-            tops,
-            ORDER,
-            M,
-            V,
-            STEP,
-            ONLY_TOPS,
-            False,
-        )
+        _step(places, top, start, n, k, factor, random, seed, ORDER, M, V, STEP, ONLY_TOPS, False)
     else:
-        _step(
-            row, tensor, start, n, constants, factor, seed, tops, ORDER, M, V, STEP, ONLY_TOPS, True
-        )
+        _step(places, top, start, n, k, factor, random, seed, ORDER, M, V, STEP, ONLY_TOPS, True)
 
 
 @triton.jit
 def _step(
-    row,
-    tensor,
+    places,
+    top,  # where the tops of the two moments are
     start,
     n,
-    constants,
+    k,  # the row of constants
     factor,
+    random,  # the tensor's first group of random words
     seed,
-    tops,
     ORDER: tl.constexpr,
     M: tl.constexpr,
     V: tl.constexpr,
@@ -139,47 +142,14 @@ def _step(
     ONLY_TOPS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    # Named here: an attribute of a compile-time object is none itself when it is passed on.
-    ALIGNED: tl.constexpr = STEP.aligned
-    HARDWARE: tl.constexpr = STEP.hardware
-    BLOCK: tl.constexpr = STEP.block
-    INPUT: tl.constexpr = STEP.grad
-    offsets = start + tl.arange(0, BLOCK)
-    k = constants + tl.load(row + GROUP) * CONSTANTS
-    p = _read_param(row, offsets, n, STEP, MASKED)
-    if STEP.grad == "float32":
-        words = load_words(tl.load(row + GRAD), offsets, n, MASKED, tl.int32, ALIGNED)
-    else:
-        words = load_words(tl.load(row + GRAD), offsets, n, MASKED, tl.int16, ALIGNED)
-    g = widened(words, INPUT, HARDWARE)
+    master, first, second, grad, codes = places
+    offsets = start + tl.arange(0, STEP.block)
+    p = _read_param(master, offsets, n, STEP, MASKED)
+    g = _read_grad(grad, offsets, n, STEP, MASKED)
     if factor is not None:
         g = g * tl.load(factor)
-    m = read_moment(
-        tl.load(row + EXP_AVG),
-        tl.load(row + EXP_AVG_SCALE),
-        tl.load(row + EXP_AVG_POWER),
-        offsets,
-        start,
-        n,
-        M,
-        MASKED,
-        ALIGNED,
-        HARDWARE,
-        BLOCK,
-    )
-    v = read_moment(
-        tl.load(row + EXP_AVG_SQ),
-        tl.load(row + EXP_AVG_SQ_SCALE),
-        tl.load(row + EXP_AVG_SQ_POWER),
-        offsets,
-        start,
-        n,
-        V,
-        MASKED,
-        ALIGNED,
-        HARDWARE,
-        BLOCK,
-    )
+    m = read_moment(first, offsets, start, n, M, STEP, MASKED)
+    v = read_moment(second, offsets, start, n, V, STEP, MASKED)
     decayed = g
     if not STEP.decoupled:
         decayed = with_l2(p, g, k, offsets, n, ORDER, STEP)
@@ -187,126 +157,110 @@ def _step(
     v = second_moment(v, decayed, k, offsets, n, ORDER, STEP, MASKED)
     if ONLY_TOPS:
         if M.by_tensor:
-            tl.atomic_max(tops + 2 * tensor, moment_top(m, M, BLOCK), sem="relaxed")
+            raise_to(top, moment_top(m))
         if V.by_tensor:
-            tl.atomic_max(tops + 2 * tensor + 1, moment_top(v, V, BLOCK), sem="relaxed")
+            raise_to(top + 1, moment_top(v))
     else:
-        p = new_param(p, m, v, k, ORDER, STEP)
-        m_top = 0
-        v_top = 0
-        if M.by_tensor:
-            m_top = tl.load(tops + 2 * tensor)
-        if V.by_tensor:
-            v_top = tl.load(tops + 2 * tensor + 1)
-        write_moment(
-            tl.load(row + EXP_AVG),
-            tl.load(row + EXP_AVG_SCALE),
-            tl.load(row + EXP_AVG_POWER),
-            m,
-            g,
-            m_top,
-            offsets,
-            start,
-            n,
-            M,
-            MASKED,
-            ALIGNED,
-            HARDWARE,
-            BLOCK,
-        )
-        write_moment(
-            tl.load(row + EXP_AVG_SQ),
-            tl.load(row + EXP_AVG_SQ_SCALE),
-            tl.load(row + EXP_AVG_SQ_POWER),
-            v,
-            g,
-            v_top,
-            offsets,
-            start,
-            n,
-            V,
-            MASKED,
-            ALIGNED,
-            HARDWARE,
-            BLOCK,
-        )
-        _write_param(row, p, offsets, start, n, seed, STEP, MASKED)
+        p = new_param(p, m, v, k, ORDER, STEP, MASKED)
+        write_moment(first, m, g, top, offsets, start, n, M, STEP, MASKED)
+        write_moment(second, v, g, top + 1, offsets, start, n, V, STEP, MASKED)
+        weight = _write_param(master, p, random + start // 4, seed, offsets, n, STEP, MASKED)
+        if STEP.codes is not None:  # noqa: SIM102 (decided when it is compiled)
+            if codes[0] != 0:
+                _write_codes(codes, weight, offsets, n, STEP, MASKED)
 
 
 @triton.jit
-def _read_param(row, offsets, n, STEP: tl.constexpr, MASKED: tl.constexpr):
+def _read_grad(address, offsets, n, STEP: tl.constexpr, MASKED: tl.constexpr):
+    ALIGNED: tl.constexpr = STEP.aligned  # an attribute is no compile-time value when passed on
+    INPUT: tl.constexpr = STEP.grad
+    HARDWARE: tl.constexpr = STEP.hardware
+    if STEP.grad == "float32":
+        g = float_of(load_words(address, offsets, n, MASKED, tl.int32, ALIGNED))
+    elif STEP.grad == "bfloat16" and STEP.hardware:
+        g = widened_bfloat16(load_words(address, offsets, n, MASKED, tl.int16, ALIGNED))
+    else:
+        words = load_words(address, offsets, n, MASKED, tl.int16, ALIGNED)
+        g = widened(words, INPUT, HARDWARE)
+    return g
+
+
+@triton.jit
+def _read_param(master, offsets, n, STEP: tl.constexpr, MASKED: tl.constexpr):
     ALIGNED: tl.constexpr = STEP.aligned
-    address = tl.load(row + PARAM)
+    address = master[0]
     if STEP.master == "float32":
-        bits = load_words(address, offsets, n, MASKED, tl.int32, ALIGNED)
+        p = float_of(load_words(address, offsets, n, MASKED, tl.int32, ALIGNED))
     else:
-        high = load_words(address, offsets, n, MASKED, tl.int16, ALIGNED).to(tl.int32)
+        high = load_words(address, offsets, n, MASKED, tl.int16, ALIGNED)
         if STEP.master == "bfloat16_remainder":
-            rest = tl.load(row + REMAINDER)
-            low = load_words(rest, offsets, n, MASKED, tl.int16, ALIGNED).to(tl.int32) & 0xFFFF
-            bits = ((high - (low >> 15)) << 16) | low
+            low = load_words(master[1], offsets, n, MASKED, tl.int16, ALIGNED)
+            if STEP.hardware:
+                p = joined(high, low)
+            else:
+                p = float_of((high.to(tl.int32) << 16) + low.to(tl.int32))
         else:
-            bits = high << 16
-    return float_of(bits)
+            p = widened(high, "bfloat16", STEP.hardware)
+    return p
 
 
 @triton.jit
-def _write_param(row, p, offsets, start, n, seed, STEP: tl.constexpr, MASKED: tl.constexpr):
+def _write_param(master, p, group, seed, offsets, n, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """Store the master; the weight that the next forward pass sees, as float32."""
     ALIGNED: tl.constexpr = STEP.aligned
     HARDWARE: tl.constexpr = STEP.hardware
-    address = tl.load(row + PARAM)
     bits = bits_of(p)
     magnitude = bits & MAGNITUDE
     if STEP.master == "float32":
-        store_words(address, offsets, bits, n, MASKED, tl.int32, ALIGNED)
+        store_words(master[0], offsets, bits, n, MASKED, tl.int32, ALIGNED)
         visible = p
         if STEP.weight is not None:
             W: tl.constexpr = STEP.weight
-            weight = narrowed(p, W, HARDWARE)
-            store_words(tl.load(row + WEIGHT), offsets, weight, n, MASKED, tl.int16, ALIGNED)
-            visible = widened(weight, "bfloat16", HARDWARE)
+            if master[2] != 0:
+                weight = narrowed(p, W, HARDWARE)
+                store_words(master[2], offsets, weight, n, MASKED, tl.int16, ALIGNED)
+                visible = widened(weight, "bfloat16", HARDWARE)
     else:
-        low = bits & 0xFFFF
         if STEP.master == "bfloat16_remainder":
-            low = tl.where(magnitude > INFINITY, 0, low)
-            up = low >> 15
-            rest = tl.load(row + REMAINDER)
-            store_words(rest, offsets, low.to(tl.int16), n, MASKED, tl.int16, ALIGNED)
+            if HARDWARE:
+                high, low = split(p)
+            else:
+                bits = tl.where(magnitude > INFINITY, 0x7FFF0000, bits)
+                low = bits.to(tl.int16)
+                high = ((bits - low.to(tl.int32)) >> 16).to(tl.int16)
+            store_words(master[1], offsets, low, n, MASKED, tl.int16, ALIGNED)
         else:
-            draws = _random_words(row, start, seed, STEP) & 0xFFFF
-            up = ((draws < low) & (magnitude < 0x7F7F0000)).to(tl.int32)
-        high = ((bits >> 16) & 0xFFFF) + up
-        high = tl.where(magnitude > INFINITY, 0x7FFF, high).to(tl.int16)
-        store_words(address, offsets, high, n, MASKED, tl.int16, ALIGNED)
+            draws = _random_words(group, seed, STEP) & 0xFFFF
+            up = ((draws < (bits & 0xFFFF)) & (magnitude < 0x7F7F0000)).to(tl.int32)
+            high = ((bits >> 16) & 0xFFFF) + up
+            high = tl.where(magnitude > INFINITY, 0x7FFF, high).to(tl.int16)
+        store_words(master[0], offsets, high, n, MASKED, tl.int16, ALIGNED)
         visible = widened(high, "bfloat16", HARDWARE)
-    if STEP.codes is not None:
-        _write_codes(row, visible, offsets, n, STEP, MASKED)
+    return visible
 
 
 @triton.jit
-def _write_codes(row, weight, offsets, n, STEP: tl.constexpr, MASKED: tl.constexpr):
+def _write_codes(places, weight, offsets, n, STEP: tl.constexpr, MASKED: tl.constexpr):
     """The FP8 codes of the new weight, cast with overflow "saturate", and its amax."""
     ALIGNED: tl.constexpr = STEP.aligned
     HARDWARE: tl.constexpr = STEP.hardware
     E: tl.constexpr = STEP.codes
-    amax = tl.load(row + CODES_AMAX).to(tl.pointer_type(tl.int32))
     seen = bits_of(weight) & MAGNITUDE
     if MASKED:
         seen = tl.where(offsets < n, seen, 0)
-    tl.atomic_max(amax, tl.max(seen, axis=0), sem="relaxed")
-    y = weight * tl.load(tl.load(row + CODES_SCALE).to(tl.pointer_type(tl.float32)))
+    raise_to(places[2].to(tl.pointer_type(tl.int32)), tl.max(seen, axis=0))
+    y = weight * tl.load(places[1].to(tl.pointer_type(tl.float32)))
     # Infinities saturate: to them the largest float32 is as large.
     bits = bits_of(y)
     capped = tl.where((bits & MAGNITUDE) == INFINITY, bits - 1, bits)
     code = narrowed(float_of(capped), E, HARDWARE)
-    store_words(tl.load(row + CODES), offsets, code, n, MASKED, tl.uint8, ALIGNED)
+    store_words(places[0], offsets, code, n, MASKED, tl.uint8, ALIGNED)
 
 
 @triton.jit
-def _random_words(row, start, seed, STEP: tl.constexpr):
+def _random_words(first, seed, STEP: tl.constexpr):
     """Word i % 4 of group i // 4 for element i, as `fp8lab.emulation.random.random_words`."""
     BLOCK: tl.constexpr = STEP.block
-    first = tl.load(row + RANDOM_OFFSET) + start // 4
     groups = first + tl.arange(0, BLOCK // 4).to(tl.int64)
     r0, r1, r2, r3 = tl.randint4x(tl.load(seed), groups)
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3)).to(tl.int32)
@@ -322,9 +276,9 @@ def scales_kernel(table, tops, skip, M: tl.constexpr, V: tl.constexpr):
     row = table + tensor * COLUMNS
     if M.by_tensor:
         scale = tl.load(row + EXP_AVG_SCALE).to(tl.pointer_type(tl.float32))
-        tl.store(scale, inverse_scale_of(tl.load(tops + 2 * tensor), M))
+        tl.store(scale, inverse_scale_of(tl.load(tops + 2 * tensor), M, False))
         tl.store(tops + 2 * tensor, 0)
     if V.by_tensor:
         scale = tl.load(row + EXP_AVG_SQ_SCALE).to(tl.pointer_type(tl.float32))
-        tl.store(scale, inverse_scale_of(tl.load(tops + 2 * tensor + 1), V))
+        tl.store(scale, inverse_scale_of(tl.load(tops + 2 * tensor + 1), V, False))
         tl.store(tops + 2 * tensor + 1, 0)

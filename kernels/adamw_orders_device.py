@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8lab.kernels.float_device import fma, negated
+from fp8lab.kernels.float_device import bits_of, fma, negated
+from fp8lab.kernels.quotients_device import quotient, reciprocal, root
+
+# Bits without the sign, shifted up by one; the span is that of m and of v.
+_LEAST_M = tl.constexpr((127 - 60) << 24)
+_LEAST_V = tl.constexpr((127 - 90) << 24)
+_SPAN = tl.constexpr(110 << 24)
+_LEAST_C = tl.constexpr(2.0**-24)
+_MOST_C = tl.constexpr(2.0**8)
+_MOST_EPS = tl.constexpr(2.0**20)
 
 
 @triton.jit
@@ -79,13 +88,9 @@ def _second_by(v, g, k, RULE: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def new_param(p, m, v, k, ORDER: tl.constexpr, STEP: tl.constexpr):
+def new_param(p, m, v, k, ORDER: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
     HARDWARE: tl.constexpr = STEP.hardware
     decay = tl.load(k)
-    correction1 = tl.load(k + 5)
-    correction2 = tl.load(k + 6)
-    eps = tl.load(k + 7)
-    lr = tl.load(k + 8)
     if STEP.decoupled:
         if ORDER.decay == "multiply":
             p = p * decay
@@ -93,19 +98,78 @@ def new_param(p, m, v, k, ORDER: tl.constexpr, STEP: tl.constexpr):
             p = p - decay * p
         elif ORDER.decay == "subtract_fused":
             p = tl.where(decay == 0, p, fma(negated(decay), p, p, HARDWARE))
-    if ORDER.denominator == "corrected_square":
-        denominator = tl.sqrt_rn(tl.div_rn(v, correction2)) + eps
+    if HARDWARE and not MASKED:
+        if _is_ordinary(m, v, k):
+            p = _moved(p, m, v, k, ORDER, STEP, True)
+        else:
+            p = _moved(p, m, v, k, ORDER, STEP, False)
     else:
-        denominator = tl.div_rn(tl.sqrt_rn(v), correction2) + eps
-    if ORDER.update == "moment":
-        p = p - lr * tl.div_rn(tl.div_rn(m, correction1), denominator)
-    elif ORDER.update == "step_size":
-        p = p - tl.div_rn(correction1 * m, denominator)
-    elif ORDER.update == "step_size_fused":
-        p = fma(negated(correction1), tl.div_rn(m, denominator), p, HARDWARE)
-    else:
-        update = tl.div_rn(tl.div_rn(m, correction1), denominator)
-        if STEP.decoupled:
-            update = fma(decay, p, update, HARDWARE)
-        p = fma(negated(lr), update, p, HARDWARE)
+        p = _moved(p, m, v, k, ORDER, STEP, False)
     return p
+
+
+@triton.jit
+def _is_ordinary(m, v, k):
+    """Whether no quotient or root of a block, nor anything on the way to one, leaves float32.
+
+    With |m| in [2**-60, 2**50), |v| in [2**-90, 2**20), both corrections in [2**-24, 2**8) and eps
+    below 2**20: v/c2 is in [2**-98, 2**44), a denominator in [2**-53, 2**31), a dividend in
+    [2**-84, 2**74), the update in [2**-115, 2**127).
+    """
+    # A number's bits, without the sign: (exponent + 127) << 24 and below.
+    first = (bits_of(m) << 1).to(tl.uint32, bitcast=True) - _LEAST_M
+    second = (bits_of(v) << 1).to(tl.uint32, bitcast=True) - _LEAST_V
+    c1 = tl.load(k + 5)
+    c2 = tl.load(k + 6)
+    constants = (tl.minimum(c1, c2) >= _LEAST_C) & (tl.maximum(c1, c2) < _MOST_C)
+    return (
+        constants
+        & (tl.load(k + 7) < _MOST_EPS)
+        & (tl.max(tl.maximum(first, second), axis=0) < _SPAN)
+    )
+
+
+@triton.jit
+def _moved(p, m, v, k, ORDER: tl.constexpr, STEP: tl.constexpr, ORDINARY: tl.constexpr):
+    """The parameter after its update."""
+    HARDWARE: tl.constexpr = STEP.hardware
+    decay = tl.load(k)
+    correction1 = tl.load(k + 5)
+    correction2 = tl.load(k + 6)
+    eps = tl.load(k + 7)
+    lr = tl.load(k + 8)
+    if ORDER.denominator == "corrected_square":
+        denominator = _root(_quotient(v, correction2, ORDINARY), ORDINARY) + eps
+    else:
+        denominator = _quotient(_root(v, ORDINARY), correction2, ORDINARY) + eps
+    if ORDER.update == "step_size":
+        p = p - _quotient(correction1 * m, denominator, ORDINARY)
+    elif ORDER.update == "step_size_fused":
+        p = fma(negated(correction1), _quotient(m, denominator, ORDINARY), p, HARDWARE)
+    else:
+        update = _quotient(_quotient(m, correction1, ORDINARY), denominator, ORDINARY)
+        if ORDER.update == "moment":
+            p = p - lr * update
+        else:
+            if STEP.decoupled:
+                update = fma(decay, p, update, HARDWARE)
+            p = fma(negated(lr), update, p, HARDWARE)
+    return p
+
+
+@triton.jit
+def _quotient(n, d, ORDINARY: tl.constexpr):
+    if ORDINARY:
+        result = quotient(n, d, reciprocal(d))
+    else:
+        result = tl.div_rn(n, d)
+    return result
+
+
+@triton.jit
+def _root(x, ORDINARY: tl.constexpr):
+    if ORDINARY:
+        result = root(x)
+    else:
+        result = tl.sqrt_rn(x)
+    return result

@@ -11,83 +11,23 @@ import triton
 
 from fp8lab.formats import BFLOAT16, E4M3, E5M2, Float8Format
 from fp8lab.kernels import adamw_device as device_code
-from fp8lab.kernels.adamw_constants_device import constants_kernel
-from fp8lab.kernels.checks import check_apart, check_like, check_one_element, check_tensor
+from fp8lab.kernels.adamw_constants_device import CONSTANTS, constants_kernel
+from fp8lab.kernels.adamw_settings import AdamSettings, settings_for
+from fp8lab.kernels.adamw_tensors import AdamTensors, check_parameters
+from fp8lab.kernels.checks import check_like, check_one_element, check_tensor
 from fp8lab.kernels.float_device import ElementCode
-from fp8lab.kernels.launch import ElementwiseSettings, interpreted, launch
+from fp8lab.kernels.launch import interpreted, launch
 from fp8lab.kernels.moments_device import MomentCode
 from fp8lab.optimizer_formats import (
     MASTER_FORMATS,
-    MIN_INVERSE_SCALE,
     AdamOrder,
     MomentFormat,
     moment_format_named,
     order_named,
 )
 
-GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _HARDWARE_CAPABILITY = (9, 0)
 _ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class MomentTensors:
-    """A stored moment on the device; see `fp8lab.emulation.moments.StoredMoment`."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor | None = None
-    power: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class AdamTensors:
-    """Everything of one parameter that a step reads and writes.
-
-    Attributes:
-        param: float32, or the bfloat16 weight; contiguous.
-        grad: float32, bfloat16 or float16, of param's shape; only read.
-        exp_avg, exp_avg_sq: The moments.
-        remainder: int16, the rest of a float32 master beside a bfloat16 param.
-        weight: bfloat16, written beside a float32 param: it, rounded to nearest even.
-        codes: FP8 codes of the new bfloat16 weight (of the float32 param where there is none),
-            written for the next forward pass: quantised with `codes_scale`, one float32;
-            `codes_amax`, one float32, takes the larger bit pattern of itself and the weight's amax.
-        group: The row of constants that the parameter's step takes.
-        random_offset: Where its random words begin; see `fp8lab.emulation.random.random_words`.
-    """
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    exp_avg: MomentTensors
-    exp_avg_sq: MomentTensors
-    remainder: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    codes: torch.Tensor | None = None
-    codes_scale: torch.Tensor | None = None
-    codes_amax: torch.Tensor | None = None
-    group: int = 0
-    random_offset: int = 0
-
-
-def empty_moment(param: torch.Tensor, fmt: str | MomentFormat) -> MomentTensors:
-    """A moment of zeros for a parameter, as the oracle's `zero_moment` stores it."""
-    chosen = moment_format_named(fmt)
-    codes = torch.zeros(param.shape, dtype=moment_dtype(chosen), device=param.device)
-    if not chosen.scaled:
-        return MomentTensors(codes)
-    blocks = 1 if chosen.block is None else triton.cdiv(param.numel(), chosen.block)
-    scale = torch.full((blocks,), MIN_INVERSE_SCALE, dtype=torch.float32, device=param.device)
-    if chosen.expanded:
-        return MomentTensors(codes, torch.zeros_like(scale), torch.ones_like(scale))
-    return MomentTensors(codes, scale)
-
-
-def moment_dtype(fmt: MomentFormat) -> torch.dtype:
-    """The dtype of a moment's elements."""
-    if fmt.element is None:
-        return torch.float32
-    dtype: torch.dtype = getattr(torch, fmt.element.dtype_name)
-    return dtype
 
 
 @dataclass(eq=False)
@@ -101,9 +41,9 @@ class AdamPlan:
         order, decoupled: As for `fp8lab.emulation.adamw.adamw`.
         exp_avg, exp_avg_sq: The moments' formats.
         master: One of `MASTER_FORMATS`.
-        codes: The format of the FP8 codes, where the tensors have them.
-        settings: How the kernel is launched; `block` is at least 16 and that of
-            the moments.
+        codes: The format of the FP8 codes, where tensors have them.
+        settings: How the kernel is launched; `block` is at least 16 and that of the moments. None
+            takes what `settings_for` has for the formats.
         hardware: Whether the card's conversions and fused multiply-add are used: by default where
             there is a card of sm_90 or newer. Both give the same bits.
 
@@ -120,7 +60,7 @@ class AdamPlan:
     exp_avg_sq: str | MomentFormat = "float32"
     master: str = "float32"
     codes: Float8Format | None = None
-    settings: ElementwiseSettings = ElementwiseSettings()  # noqa: RUF009 (frozen)
+    settings: AdamSettings | None = None
     hardware: bool | None = None
     _chunks: int = field(init=False)
 
@@ -135,21 +75,32 @@ class AdamPlan:
         self._order = order_named(self.order)
         self._formats = (moment_format_named(self.exp_avg), moment_format_named(self.exp_avg_sq))
         least = max(16, *(fmt.block or 0 for fmt in self._formats))
-        if self.settings.block < least:
+        if self.settings is not None and self.settings.block < least:
             raise ValueError(f"block is {self.settings.block}; accepted here: {least} and up")
         self._moments = tuple(MomentCode.of(fmt) for fmt in self._formats)
-        first = self.tensors[0]
-        self.device = first.param.device
-        self._has_weight = first.weight is not None
-        self._check_all()
+        check_parameters(self.tensors, self._formats, self.master, self.codes)
+        self.device = self.tensors[0].param.device
+        self._launched = self.settings or self._fastest()
+        self._has_weight = any(t.weight is not None for t in self.tensors)
+        self._has_codes = any(t.codes is not None for t in self.tensors)
         if self.hardware is None:
             self.hardware = not interpreted() and (
                 torch.cuda.get_device_capability(self.device) >= _HARDWARE_CAPABILITY
             )
         self._lay_out()
 
+    @property
+    def constants_per_group(self) -> int:
+        """Columns of the constants."""
+        return int(CONSTANTS)
+
     def set_grads(self, grads: Sequence[torch.Tensor]) -> None:
-        """Take other gradients, of the same shapes, dtype and device."""
+        """Take other gradients, of the same shapes, dtype and device.
+
+        Raises:
+            TypeError, ValueError: They do not fit.
+            RuntimeError: They lie elsewhere than the last ones, while a CUDA graph is captured.
+        """
         if len(grads) != len(self.tensors):
             raise ValueError(f"{len(grads)} gradients given; the plan has {len(self.tensors)}")
         for grad, tensors in zip(grads, self.tensors, strict=True):
@@ -160,6 +111,11 @@ class AdamPlan:
         column = self._rows[:, int(device_code.GRAD)]
         if torch.equal(column, addresses):
             return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the gradients moved since the last step, and a CUDA graph repeats addresses; take"
+                " a step with the graph's own gradients before it is captured"
+            )
         column.copy_(addresses)
         # A copy of its own: the device may still be reading the last one.
         staged = self._rows.pin_memory() if self.device.type == "cuda" else self._rows
@@ -195,11 +151,13 @@ class AdamPlan:
             grad=str(self._grads[0].dtype).removeprefix("torch."),
             master=self.master,
             weight=ElementCode.of(BFLOAT16, saturate=False) if self._has_weight else None,
-            codes=None if self.codes is None else ElementCode.of(self.codes, saturate=True),
+            codes=ElementCode.of(self.codes, saturate=True)
+            if self.codes is not None and self._has_codes
+            else None,
             decoupled=self.decoupled,
             hardware=bool(self.hardware),
             aligned=self._aligned,
-            block=self.settings.block,
+            block=self._launched.block,
         )
         first, second = self._moments
         by_tensor = first.by_tensor or second.by_tensor
@@ -219,7 +177,8 @@ class AdamPlan:
                 V=second,
                 STEP=step,
                 ONLY_TOPS=only_tops,
-                num_warps=self.settings.num_warps,
+                num_warps=self._launched.num_warps,
+                maxnreg=self._launched.max_registers,
             )
         if by_tensor:
             launch(
@@ -266,15 +225,18 @@ class AdamPlan:
 
     def written(self) -> list[torch.Tensor]:
         """The tensors that a step writes in place."""
-        found: list[torch.Tensor | None] = []
-        for t in self.tensors:
-            found += [t.param, t.remainder, t.weight, t.codes]
-            for moment in (t.exp_avg, t.exp_avg_sq):
-                found += [moment.codes, moment.scale, moment.power]
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for t in self.tensors for tensor in t.written()]
+
+    def _fastest(self) -> AdamSettings:
+        first = self.tensors[0]
+        read = (first.param, first.grad, first.exp_avg.codes, first.exp_avg_sq.codes)
+        return settings_for(
+            {8 * tensor.element_size() for tensor in read},
+            expanded=any(fmt.expanded for fmt in self._formats),
+        )
 
     def _lay_out(self) -> None:
-        block = self.settings.block
+        block = self._launched.block
         rows = torch.zeros((len(self.tensors), int(device_code.COLUMNS)), dtype=torch.int64)
         chunk_tensor: list[torch.Tensor] = []
         self._chunks = 0
@@ -296,82 +258,6 @@ class AdamPlan:
         scalars = [int(device_code.CODES_SCALE) - first, int(device_code.CODES_AMAX) - first]
         kept = [column for column in range(addresses.shape[1]) if column not in scalars]
         return bool((addresses[:, kept] % _ALIGNMENT == 0).all())
-
-    def _check_all(self) -> None:
-        dtype = torch.float32 if self.master == "float32" else torch.bfloat16
-        everything: dict[str, torch.Tensor] = {}
-        for index, t in enumerate(self.tensors):
-            named = _named(t, self._formats)
-            for name, tensor, dtypes in named:
-                shown = f"{name} of tensor {index}" if len(self.tensors) > 1 else name
-                accepted = (dtype,) if name == "param" else dtypes
-                if name == "grad" and index:
-                    accepted = (self.tensors[0].grad.dtype,)
-                if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
-                    raise TypeError(f"{shown} has layout {tensor.layout}; accepted: dense tensors")
-                check_tensor(shown, tensor, accepted)
-                if name in ("codes_scale", "codes_amax"):
-                    check_one_element(shown, tensor, self.device)
-                elif "scale" not in name and "power" not in name:
-                    check_like(shown, tensor, "param", t.param)
-                everything[shown] = tensor
-            if t.param.device != self.device:
-                raise ValueError(
-                    f"tensor {index} is on {t.param.device}; the first on {self.device}"
-                )
-            self._check_parts(index, t)
-        check_apart(
-            {name: tensor for name, tensor in everything.items() if "codes_scale" not in name}
-        )
-
-    def _check_parts(self, index: int, t: AdamTensors) -> None:
-        if (t.remainder is not None) != (self.master == "bfloat16_remainder"):
-            raise ValueError(f"tensor {index}: a remainder goes with master bfloat16_remainder")
-        if (t.weight is not None) != self._has_weight or (
-            self._has_weight and self.master != "float32"
-        ):
-            raise ValueError(f"tensor {index}: a weight goes with float32 masters, all or none")
-        parts = (t.codes, t.codes_scale, t.codes_amax)
-        if any((part is not None) != (self.codes is not None) for part in parts):
-            raise ValueError(
-                f"tensor {index}: codes come with a format, codes_scale and codes_amax"
-            )
-        for name, moment, fmt in zip(
-            ("exp_avg", "exp_avg_sq"), (t.exp_avg, t.exp_avg_sq), self._formats, strict=True
-        ):
-            blocks = 1 if fmt.block is None else triton.cdiv(t.param.numel(), fmt.block)
-            for part, wanted in (("scale", fmt.scaled), ("power", fmt.expanded)):
-                tensor = getattr(moment, part)
-                if (tensor is not None) != wanted or (wanted and tensor.numel() != blocks):
-                    raise ValueError(
-                        f"tensor {index}: {name}.{part} does not fit {fmt.name}: it takes"
-                        f" {blocks if wanted else 'no'} values"
-                    )
-
-
-def _named(
-    t: AdamTensors, formats: tuple[MomentFormat, MomentFormat]
-) -> list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]]:
-    """Every tensor there is, with its name and the dtypes it may have (param's are by master)."""
-    float32 = (torch.float32,)
-    named: list[tuple[str, torch.Tensor | None, tuple[torch.dtype, ...]]] = [
-        ("param", t.param, ()),
-        ("grad", t.grad, GRADIENTS),
-        ("remainder", t.remainder, (torch.int16,)),
-        ("weight", t.weight, (torch.bfloat16,)),
-        ("codes", t.codes, (torch.float8_e4m3fn, torch.float8_e5m2)),
-        ("codes_scale", t.codes_scale, float32),
-        ("codes_amax", t.codes_amax, float32),
-    ]
-    for name, moment, fmt in zip(
-        ("exp_avg", "exp_avg_sq"), (t.exp_avg, t.exp_avg_sq), formats, strict=True
-    ):
-        named += [
-            (name, moment.codes, (moment_dtype(fmt),)),
-            (f"{name}.scale", moment.scale, float32),
-            (f"{name}.power", moment.power, float32),
-        ]
-    return [(name, tensor, dtypes) for name, tensor, dtypes in named if tensor is not None]
 
 
 def _row(t: AdamTensors, first_chunk: int) -> list[int]:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fp8lab.kernels.float_device import INFINITY, bits_of, float_of, widened
-from fp8lab.kernels.moments_device import load_words
+from fp8lab.kernels.words_device import load_words
 
 # The contract's tree: a leaf is ROWS rows of LANES.
 LANES = tl.constexpr(1024)

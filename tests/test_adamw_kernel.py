@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given
 from fp8lab.emulation import adamw as oracle
 from fp8lab.kernels.adamw import adamw
 from fp8lab.kernels.adamw_device import StepCode
-from fp8lab.kernels.launch import ElementwiseSettings
+from fp8lab.kernels.adamw_settings import AdamSettings
 from fp8lab.kernels.moments_device import MomentCode
 from fp8lab.optimizer_formats import MOMENT_FORMATS, ORDERS
 from fp8lab.testing import (
@@ -28,7 +29,7 @@ from fp8lab.testing import (
 from fp8lab.testing.values import random_words, wide_floats
 
 BLOCK = 128
-SMALL = ElementwiseSettings(block=BLOCK)
+SMALL = AdamSettings(block=BLOCK)
 OPTIONS: dict[str, Any] = {
     "step": 3,
     "lr": 1e-3,
@@ -39,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 
 
-def check(case: AdamWCase, device: str, settings: ElementwiseSettings) -> None:
+def check(case: AdamWCase, device: str, settings: AdamSettings) -> None:
     """The kernel's three tensors are the oracle's."""
     tensors = [to_torch(array.copy(), device=device) for array in case.tensors]
     results = run_kernel(adamw, *tensors, **case.options, settings=settings)
@@ -148,17 +149,33 @@ def ptx_of(order: str, moment: str, step: StepCode) -> str:
     return compiled_ptx("fp8lab.kernels.adamw_device:adamw_kernel", SIGNATURE, constants)
 
 
+ROUNDED = {
+    *("mul.f32", "add.f32", "sub.f32", "mul.rn.f32", "add.rn.f32", "sub.rn.f32"),
+    *("div.rn.f32", "sqrt.rn.f32"),
+}
+
+
+def operations_of(ptx: str) -> list[str]:
+    return re.findall(r"\b(?:fma|mul|add|sub|div|sqrt|rcp|rsqrt)\.[a-z.]*f32\b", ptx)
+
+
 def test_compiled_without_fused_or_approximate_operations() -> None:
-    step = StepCode("float32", "float32", None, None, True, True, True, 1024)
+    step = StepCode("float32", "float32", None, None, True, False, True, 1024)
     ptx = ptx_of("plain", "float32", step)
-    operations = set(re.findall(r"\b(?:fma|mul|add|sub|div|sqrt)\.[a-z.]*f32\b", ptx))
-    assert operations <= {
-        *("mul.f32", "add.f32", "sub.f32", "mul.rn.f32", "add.rn.f32", "sub.rn.f32"),
-        *("div.rn.f32", "sqrt.rn.f32"),
-    }
-    assert {"div.rn.f32", "sqrt.rn.f32"} <= operations
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= set(operations_of(ptx)) <= ROUNDED
     assert "ld.global.v4.b32" in ptx, "16 bytes a thread"
     assert "st.global.v4.b32" in ptx, "16 bytes a thread"
+
+
+def test_compiled_with_fused_operations_in_quotients_and_roots_alone() -> None:
+    """8 elements a thread, each with three quotients (one divisor is its own) and a root."""
+    step = StepCode("float32", "float32", None, None, True, True, True, 1024)
+    found = Counter(operations_of(ptx_of("plain", "float32", step)))
+    approximate = {"rcp.approx.ftz.f32", "rsqrt.approx.ftz.f32"}
+    assert set(found) - ROUNDED == approximate | {"fma.rn.f32"}
+    reciprocals, roots = found["rcp.approx.ftz.f32"], found["rsqrt.approx.ftz.f32"]
+    assert (reciprocals, roots) == (8 + 2, 8)
+    assert found["fma.rn.f32"] == 2 * reciprocals + 2 * roots + 2 * 3 * 8
 
 
 def test_compiled_with_the_cards_conversions() -> None:
@@ -176,5 +193,5 @@ def test_wide_exponents_on_the_card(size: int) -> None:
     check(
         AdamWCase(tensors[0], tensors[1], tensors[2], np.abs(tensors[3]), **OPTIONS),
         "cuda",
-        ElementwiseSettings(),
+        AdamSettings(),
     )
