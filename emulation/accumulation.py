@@ -13,15 +13,13 @@ import numpy.typing as npt
 
 from fp8lab.emulation.chain import (
     BUFFER,
-    SMALLEST_C,
     TILE_M,
-    TILE_M_THREADED,
     TILE_N,
     Steps,
-    decoded,
     steps_of,
 )
-from fp8lab.emulation.fused import fma
+from fp8lab.emulation.chain_narrow import Workspace
+from fp8lab.emulation.chain_operands import SMALLEST_C, decoded
 from fp8lab.emulation.matmul_scales import Factors
 from fp8lab.emulation.tensorcore import TensorCore
 
@@ -61,29 +59,32 @@ def accumulate(
     tiny = promote is None and bool(((magnitude > 0) & (magnitude < SMALLEST_C)).any())
     steps_on_tile = steps_of(left, right, core, tiny=tiny)
     count = left.values.shape[0]
-    tile_m = TILE_M if threads <= 1 else TILE_M_THREADED
-    tiles = list(product(_slices(m, tile_m), _slices(n, TILE_N)))
+    tiles = list(product(_slices(m, TILE_M), _slices(n, TILE_N)))
+    left_over = iter(tiles)
 
-    def work(tile: tuple[slice, slice]) -> None:
-        with np.errstate(all="ignore"):
-            old = np.setbufsize(BUFFER)
-            try:
-                steps = steps_on_tile(*tile)
-                if promote is None:
-                    total[tile] = steps(0, count, total[tile])
-                else:
-                    length = promote // core.step_k
-                    total[tile] = _promoted(steps, count, length, total[tile], factors, tile)
-            finally:
-                np.setbufsize(old)
+    def work() -> None:
+        """The tiles that no other thread has taken, one by one."""
+        workspace = Workspace()
+        old = np.setbufsize(BUFFER)
+        try:
+            with np.errstate(all="ignore"):
+                for tile in left_over:
+                    steps = steps_on_tile(*tile, workspace)
+                    if promote is None:
+                        total[tile] = steps(0, count, total[tile])
+                    else:
+                        length = promote // core.step_k
+                        total[tile] = _promoted(steps, count, length, total[tile], factors, tile)
+        finally:
+            np.setbufsize(old)
 
-    if threads <= 1 or len(tiles) == 1:
-        for tile in tiles:
-            work(tile)
+    workers = min(threads, len(tiles))
+    if workers <= 1:
+        work()
         return total
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         # NumPy keeps the buffer's size in a context variable: each thread needs a context.
-        for done in [pool.submit(contextvars.copy_context().run, work, tile) for tile in tiles]:
+        for done in [pool.submit(contextvars.copy_context().run, work) for _ in range(workers)]:
             done.result()
     return total
 
@@ -103,7 +104,7 @@ def _promoted(
         if factors.block_k is None:
             total = total + partial
         else:
-            total = fma(partial, factors.of_block(block, *tile), total)
+            total = factors.promoted(partial, total, block, *tile)
     return total
 
 

@@ -81,8 +81,8 @@ def matmul(
 
     - scales of one element each: result * (scale_a * scale_b);
     - scales of one a row and one a column: (result * scale_b) * scale_a;
-    - scales of blocks along K: inside the sum, total = fma(partial, scale_a * scale_b, total) with
-      one rounding;
+    - scales of blocks along K: inside the sum, total = fma(partial, scale_a * scale_b, total) where
+      128 rows of a or 128 columns of b share a scale, else fma(partial * scale_a, scale_b, total);
     - result + bias;
     - the cast to `out_dtype`.
 
@@ -112,8 +112,7 @@ def matmul(
         ValueError: Shapes that do not fit, or a `promote_every` that is not a multiple of the
             core's block of k or differs from the length of the scales' blocks.
 
-    Source: measured on an H200 (wgmma, and cuBLASLt through torch._scaled_mm); the order of the
-    bias is this lab's own.
+    Source: measured on an H200 (wgmma, and cuBLASLt through torch._scaled_mm).
 
     >>> import numpy as np
     >>> from fp8lab.formats import E4M3

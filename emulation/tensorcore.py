@@ -152,7 +152,10 @@ HOPPER_F16 = TensorCore(
     fraction_bits=25,
     significand_bits=24,
     operands=("float16",),
-    sources=(Source("all", "read", MMA_SIM),),
+    sources=(
+        Source("all but min_exponent", "measured", f"{_H200} 12,288 outputs of wgmma"),
+        Source("min_exponent, overflow to Inf", "read", MMA_SIM),
+    ),
 )
 
 ADA_FP8 = TensorCore(

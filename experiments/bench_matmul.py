@@ -1,23 +1,21 @@
 """How fast the FP8 products are on a card, beside cuBLASLt in the same run, and how exact.
 
     python -m fp8lab.experiments.bench_matmul [--out FOLDER] [--only TEXT] [--seconds S]
-    python -m fp8lab.experiments.bench_matmul --draw FOLDER      (no card needed)
+    python -m fp8lab.experiments.bench_matmul --draw FOLDER [--document docs/performance.md]
 
-Each contestant is captured into a CUDA graph, so that only the device counts, and cycles through
-operands larger than the L2 cache. Rounds are interleaved, ours and cuBLASLt's by turns, because the
-clock follows the heat: "hot" is back to back, "rested" single launches with pauses between them.
-Medians; operands are random normal numbers (zeros would draw less power and run faster).
+The second needs no card.
+
+Launches are timed as `fp8lab.experiments.card_timing` says, and cycle through operands larger than
+the L2 cache. Medians; operands are random normal numbers (zeros would draw less power and run
+faster).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,44 +27,40 @@ import torch
 from fp8lab.bridge import to_numpy
 from fp8lab.emulation.matmul import matmul_at
 from fp8lab.errors import UserError
+from fp8lab.experiments.card_timing import Launch, Telemetry, codes, ratios, side_by_side
+from fp8lab.experiments.matmul_table import fill, section
 from fp8lab.experiments.plot_matmul import draw
-from fp8lab.kernels.matmul import matmul, tune
+from fp8lab.kernels.matmul import matmul
 from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
-
-# torch types neither.
-_event: Any = torch.cuda.Event
-_sleep: Any = torch.cuda._sleep
 
 ROWS = "bench-matmul.jsonl"
 FLOPS_A_CLOCK = 8192  # FP8 multiply-adds count twice; of one multiprocessor of sm_90
 CYCLED = 200 << 20  # bytes of operands that launches cycle through: more than three L2 caches
 MOST_SETS = 12
-ROUNDS = 7
-RESTED = 9
+
+
+# Columns and inner size of the layers of Llama 3.
+LAYERS = {
+    "8B qkv": (6144, 4096),
+    "8B out": (4096, 4096),
+    "8B gate, up": (28672, 4096),
+    "8B down": (4096, 14336),
+    "70B qkv": (10240, 8192),
+    "70B out": (8192, 8192),
+    "70B gate, up": (57344, 8192),
+    "70B down": (8192, 28672),
+}
 
 
 def shapes() -> dict[str, tuple[int, int, int]]:
     """M (tokens), N and K of each product: cubes, the layers of Llama 3 8B and 70B, few tokens."""
     found = {"cube 4096": (4096, 4096, 4096), "cube 8192": (8192, 8192, 8192)}
-    layers = {
-        "8B qkv": (6144, 4096),
-        "8B out": (4096, 4096),
-        "8B gate, up": (28672, 4096),
-        "8B down": (4096, 14336),
-        "70B qkv": (10240, 8192),
-        "70B out": (8192, 8192),
-        "70B gate, up": (57344, 8192),
-        "70B down": (8192, 28672),
-    }
     for tokens in (4096, 16384):
-        found |= {f"{name} {tokens}": (tokens, *layer) for name, layer in layers.items()}
+        found |= {f"{name} {tokens}": (tokens, *layer) for name, layer in LAYERS.items()}
     for tokens in (16, 64, 128, 512):
         for name in ("8B out", "8B gate, up"):
-            found[f"{name} {tokens}"] = (tokens, *layers[name])
+            found[f"{name} {tokens}"] = (tokens, *LAYERS[name])
     return found
-
-
-Launch = Callable[[int], object]  # of one product on operand set i
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,8 @@ class Operands:
     def __init__(self, m: int, n: int, k: int) -> None:
         self.sizes = m, n, k
         self.count = min(MOST_SETS, max(1, CYCLED // ((m + n) * k)))
-        self.a = [_codes(m, k) for _ in range(self.count)]
-        self.b = [_codes(n, k).t() for _ in range(self.count)]
+        self.a = [codes(m, k) for _ in range(self.count)]
+        self.b = [codes(n, k).t() for _ in range(self.count)]
         self.out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         self.one = torch.ones((), device="cuda")
         self.rows = (torch.rand(k // 128, m, device="cuda") + 0.1).t()
@@ -119,19 +113,6 @@ class Operands:
             out_dtype=torch.bfloat16,
         )
 
-    def tune(self, mode: Mode) -> None:
-        """Let this shape take the fastest of the frozen settings."""
-        a, b = self.scales(mode)
-        tune(
-            self.a[0],
-            self.b[0],
-            inverse_scale_a=a,
-            inverse_scale_b=b,
-            promote_every=mode.promote,
-            out=self.out,
-            out_dtype=torch.bfloat16,
-        )
-
     def theirs(self, mode: Mode, index: int) -> torch.Tensor:
         a, b = self.scales(mode)
         result: torch.Tensor = torch._scaled_mm(
@@ -145,80 +126,6 @@ class Operands:
         return result
 
 
-def _codes(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-
-
-class Telemetry:
-    """Clock, power and temperature of the card, five times a second, by nvidia-smi."""
-
-    def __init__(self) -> None:
-        query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
-        self.samples: list[tuple[float, list[float]]] = []
-        try:
-            self._process: subprocess.Popen[str] | None = subprocess.Popen(
-                ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "200"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        except OSError:
-            self._process = None
-            return
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                values = [float(cell) for cell in line.split(",")]
-            except ValueError:
-                continue  # "[N/A]"
-            self.samples.append((time.perf_counter(), values))
-
-    def median(self, start: float, end: float) -> dict[str, float | None]:
-        """Medians over a span of `time.perf_counter`; None where there is no sample."""
-        inside = [values for when, values in list(self.samples) if start <= when <= end]
-        names = ("clock_mhz", "power_w", "temperature_c")
-        if not inside:
-            return dict.fromkeys(names)
-        return {
-            name: statistics.median(values[place] for values in inside)
-            for place, name in enumerate(names)
-        }
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-
-
-def captured(launch: Launch, count: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many launches, which has run once."""
-    for index in range(2):
-        launch(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(count):
-            launch(index)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def timed(graph: torch.cuda.CUDAGraph, *, cover: bool = False) -> float:
-    """Milliseconds of one replay. `cover` hides the host's start behind a wait on the device."""
-    begin, end = (_event(enable_timing=True) for _ in range(2))
-    if cover:
-        _sleep(1_000_000)
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
-
-
 def measure(operands: Operands, mode: Mode, seconds: float, telemetry: Telemetry) -> Row:
     """One row: both contestants, hot and rested."""
     m, n, k = operands.sizes
@@ -226,37 +133,15 @@ def measure(operands: Operands, mode: Mode, seconds: float, telemetry: Telemetry
         "fp8lab": lambda index: operands.ours(mode, index),
         "cublaslt": lambda index: operands.theirs(mode, index),
     }
-    operands.tune(mode)
     different = int((operands.ours(mode, 0) != operands.theirs(mode, 0)).sum())
-    # So many launches that a hot round of one contestant takes its share of the time.
-    single = max(timed(captured(contestants["cublaslt"], 1)), 1e-3)
-    share = seconds * 1e3 / (2 * (ROUNDS + 1))
-    count = int(min(200, max(operands.count, share / single)))
-    graphs = {name: captured(launch, count) for name, launch in contestants.items()}
-    hot: dict[str, list[float]] = {name: [] for name in graphs}
-    start = time.perf_counter()
-    for _ in range(ROUNDS + 1):
-        for name, graph in graphs.items():
-            hot[name].append(timed(graph) / count)
-    sampled = telemetry.median(start, time.perf_counter())
-    few = max(1, int(0.5 / single))  # launches of about half a millisecond
-    short = {name: captured(launch, few) for name, launch in contestants.items()}
-    rested: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(RESTED):
-        for name, graph in short.items():
-            time.sleep(0.004)
-            rested[name].append(timed(graph, cover=True) / few)
+    found = side_by_side(contestants, seconds, sets=operands.count)
+    sampled = telemetry.median(*found.hot)
     row: Row = {"kind": "speed", "mode": mode.name, "m": m, "n": n, "k": k}
-    row |= {"launches": count, "operand_sets": operands.count, "different": different, **sampled}
-    for heat, times in (("hot", hot), ("rested", rested)):
-        kept = {name: values[1:] for name, values in times.items()}
-        ratios = [t / o for o, t in zip(kept["fp8lab"], kept["cublaslt"], strict=True)]
-        row[heat] = {
-            "ratio": statistics.median(ratios),
-            **{
-                f"{name}_tflops": 2e-9 * m * n * k / statistics.median(values)
-                for name, values in kept.items()
-            },
+    row |= {"operand_sets": operands.count, "different": different, **sampled}
+    for heat, times in found.times.items():
+        row[heat] = ratios(times, "fp8lab", "cublaslt") | {
+            f"{name}_tflops": 2e-9 * m * n * k / statistics.median(values)
+            for name, values in times.items()
         }
     if sampled["clock_mhz"]:
         units = torch.cuda.get_device_properties(0).multi_processor_count
@@ -273,7 +158,7 @@ def error_rows() -> Iterator[Row]:
     """
     for k in (2**power for power in range(5, 17)):
         torch.manual_seed(k)
-        a, b = _codes(256, k), _codes(256, k).t()
+        a, b = codes(256, k), codes(256, k).t()
         left, right = to_numpy(a), to_numpy(b)
         rows = columns = np.arange(0, 256, 8)
         exact = left[rows].astype(np.float64) @ right[:, columns].astype(np.float64)
@@ -359,15 +244,21 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("figures/h200"), help="where rows go")
     parser.add_argument("--only", default="", help="shapes whose name holds this text")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of hot work a row")
+    parser.add_argument("--seconds", type=float, default=0.7, help="of hot work a row")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw from rows alone")
+    parser.add_argument("--document", type=Path, help="whose tables are filled")
     chosen = parser.parse_args()
     try:
         if chosen.draw is None:
             run(chosen.out, chosen.only, chosen.seconds)
         folder = chosen.draw or chosen.out
-        for path in draw(read_rows(folder / ROWS), folder):
+        rows = read_rows(folder / ROWS)
+        for path in draw(rows, folder):
             print(path)
+        if chosen.document is not None:
+            of_layers = folder / "bench-linear-products.jsonl"
+            rows += read_rows(of_layers) if of_layers.exists() else []
+            fill(chosen.document, section(rows))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import matplotlib
@@ -11,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
 
 from fp8lab.records import Row
 
@@ -34,6 +36,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
     if speed:
         paths.append(_draw_rates(speed, device, folder / "matmul-rates.png"))
         paths.append(_draw_ratios(speed, device, folder / "matmul-ratios.png"))
+        paths.append(_draw_card(speed, device, folder / "matmul-card.png"))
     if error:
         paths.append(_draw_errors(error, device, folder / "matmul-errors.png"))
     return paths
@@ -71,9 +74,37 @@ def _draw_ratios(rows: list[Row], device: str, path: Path) -> Path:
             axis.plot(ratios, style, marker="o", ms=4, color=colour, label=f"{mode}, {heat}")
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_ylabel("cuBLASLt's time over ours")
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_locator(FixedLocator([0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.4, 1.6, 1.8]))
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_title(f"FP8 products on {device}: above 1 is faster than cuBLASLt")
     _name_shapes(axis, [row for row in rows if row["mode"] == modes[0]])
     axis.legend(ncols=3)
+    return _saved(picture, path)
+
+
+def _draw_card(rows: list[Row], device: str, path: Path) -> Path:
+    """What the card was doing: the share of its own ceiling, its clock, its power."""
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    panels = (
+        ("share_of_ceiling", "share of 8192 FLOP\na clock and multiprocessor"),
+        ("clock_mhz", "clock, MHz"),
+        ("power_w", "power, W"),
+    )
+    picture, axes = plt.subplots(3, 1, figsize=(12, 9), layout="constrained", sharex=True)
+    for axis, (key, label) in zip(axes, panels, strict=True):
+        for mode, colour in zip(modes, (OURS, PROMOTED, THEIRS), strict=False):
+            mine = [row for row in rows if row["mode"] == mode]
+            # A row that the sensors missed leaves a gap.
+            heights = [row.get(key) or math.nan for row in mine]
+            axis.plot(heights, "-", marker="o", ms=4, color=colour, label=mode)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    _name_shapes(axes[-1], [row for row in rows if row["mode"] == modes[0]])
+    for axis in axes:
+        axis.grid(alpha=0.25, axis="y")
+    axes[0].legend(ncols=len(modes))
+    axes[0].set_title(f"{device} while FP8 products ran: medians over each row")
     return _saved(picture, path)
 
 

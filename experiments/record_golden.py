@@ -1,9 +1,11 @@
 """Record what a card returns for matrix products, for tests that run without one.
 
-    python -m fp8lab.experiments.record_golden [--out FILE]
+    python -m fp8lab.experiments.record_golden [--out FOLDER]
 
-Prints, for each case, how many of its elements differ from the oracle. The file holds the inputs,
-the outputs, and under "cases" what each was, as JSON; `tests/test_matmul_golden.py` reads it.
+Prints, for each case, how many of its elements differ from the oracle. `hopper_products.npz` holds
+inputs and outputs of the lab's kernels, and under "cases" what each was, as JSON;
+`cublaslt_epilogues.npz` those of torch._scaled_mm with a bias, and with scales of blocks on both
+sides. `tests/test_matmul_golden.py` reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import numpy as np
 import torch
 
 from fp8lab.bridge import to_numpy, to_torch
-from fp8lab.emulation.fused import fma
 from fp8lab.emulation.matmul import TENSOR_CORES
 from fp8lab.emulation.matmul import matmul as oracle
 from fp8lab.errors import UserError
@@ -30,7 +31,8 @@ from fp8lab.records import environment
 from fp8lab.testing.products import accumulator_values, operand_values
 
 Array = np.ndarray[Any, Any]
-OUT = Path("tests/golden/hopper_products.npz")
+OUT = Path("tests/golden")
+PRODUCTS, EPILOGUES = "hopper_products.npz", "cublaslt_epilogues.npz"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
@@ -181,35 +183,8 @@ def on_card(case: GoldenCase, arrays: dict[str, Array]) -> Array:
     return to_numpy(out).astype(np.float32)
 
 
-def bias_of_cublaslt() -> str:
-    """In which order torch._scaled_mm adds its bias: told, not stored."""
-    lines = []
-    torch.manual_seed(0)
-    a = torch.randn(256, 512, device="cuda").to(torch.float8_e4m3fn)
-    b = torch.randn(256, 512, device="cuda").to(torch.float8_e4m3fn).t()
-    scale_a, scale_b = (torch.tensor(value, device="cuda") for value in (0.37, 1.7))
-    bias = torch.randn(256, device="cuda").to(torch.bfloat16)
-    sums = to_numpy(matmul(a, b))
-    factor = np.float32(0.37) * np.float32(1.7)
-    wide = to_numpy(bias).astype(np.float32)
-    candidates = {
-        "result * scale, rounded, + bias": sums * factor + wide,
-        "fma(result, scale, bias)": fma(sums, np.float32([factor]), wide),  # type: ignore[arg-type]
-    }
-    theirs = torch._scaled_mm(
-        a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )  # fmt: skip
-    for name, candidate in candidates.items():
-        rounded = candidate.astype(ml_dtypes.bfloat16).view(np.uint16)
-        lines.append(f"{name}: {(rounded != to_numpy(theirs).view(np.uint16)).sum()} differ")
-    return "cuBLASLt's bias, bfloat16: " + "; ".join(lines)
-
-
 def record(path: Path) -> None:
-    """Record every case."""
-    if not torch.cuda.is_available():
-        raise UserError("record_golden needs a CUDA device; tests read what it has recorded")
+    """Record every case of the lab's kernels."""
     stored: dict[str, Array] = {}
     for place, case in enumerate(cases()):
         arrays = inputs(case, 1000 * place)
@@ -222,10 +197,107 @@ def record(path: Path) -> None:
             bits = np.dtype(f"u{array.dtype.itemsize}")
             stored[f"{case.name}_{name}"] = array if "scale" in name else array.view(bits)
     stored["cases"] = np.array(json.dumps([asdict(case) for case in cases()]))
+    _save(path, stored)
+
+
+def epilogues() -> list[tuple[str, bool, str]]:
+    """What is recorded of torch._scaled_mm: scaling, fast accumulation, and the bias' type.
+
+    cuBLASLt takes no bias with a float32 result, and only one of the result's type.
+    """
+    found = [
+        (scaling, fast, dtype)
+        for dtype in ("bfloat16", "float16")
+        for scaling in ("tensor", "vectors", "1x128 by 128x128")
+        for fast in (True, False)
+        if not (fast and "by" in scaling)
+    ]
+    return [*found, ("1x128 by 1x128", False, "")]
+
+
+def epilogue_inputs() -> dict[str, Array]:
+    """Codes (M, K) and (N, K), a bias, and both scales of each scaling."""
+    m, n, k = 96, 128, 512
+    rng = np.random.default_rng(5)
+    arrays: dict[str, Array] = {
+        "a": rng.standard_normal((m, k), np.float32).astype(ml_dtypes.float8_e4m3fn),
+        "b": rng.standard_normal((n, k), np.float32).astype(ml_dtypes.float8_e4m3fn),
+        "bias": 20 * rng.standard_normal(n, np.float32),
+    }
+    for scaling, shapes in {
+        "tensor": ((1, 1), (1, 1)),
+        "vectors": ((m, 1), (1, n)),
+        "1x128 by 128x128": ((m, k // 128), (k // 128, n // 128)),
+        "1x128 by 1x128": ((m, k // 128), (k // 128, n)),
+    }.items():
+        for side, shape in zip("ab", shapes, strict=True):
+            arrays[f"{scaling} {side}"] = rng.random(shape, np.float32) + np.float32(0.1)
+    return arrays
+
+
+def epilogue_expected(arrays: dict[str, Array], scaling: str, fast: bool, dtype: str) -> Array:
+    """What the oracle gives, in float32 before it is rounded to `dtype`."""
+    bias = arrays["bias"].astype(dtype).astype(np.float32) if dtype else None
+    return oracle(
+        arrays["a"],
+        arrays["b"].T,
+        inverse_scale_a=arrays[f"{scaling} a"],
+        inverse_scale_b=arrays[f"{scaling} b"],
+        bias=bias,
+        promote_every=None if fast else 128,
+    )
+
+
+def epilogue_on_card(arrays: dict[str, Array], scaling: str, fast: bool, dtype: str) -> Array:
+    """What torch._scaled_mm gives."""
+    kind = getattr(torch, dtype or "float32")
+    there = {name: to_torch(array, device="cuda") for name, array in arrays.items()}
+    # Scales of blocks in the order that it wants them: those of all rows lie together.
+    scale_a, scale_b = there[f"{scaling} a"], there[f"{scaling} b"]
+    if "by" in scaling:
+        scale_a = scale_a.t().contiguous().t()
+    if "by 128" in scaling:
+        scale_b = scale_b.t().contiguous().t()
+    if scaling == "tensor":
+        scale_a, scale_b = scale_a[0, 0], scale_b[0, 0]
+    result = torch._scaled_mm(
+        there["a"],
+        there["b"].t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=there["bias"].to(kind) if dtype else None,
+        out_dtype=kind,
+        use_fast_accum=fast,
+    )
+    return to_numpy(result)
+
+
+def record_epilogues(path: Path) -> None:
+    """Record what torch._scaled_mm does around the sum."""
+    arrays = epilogue_inputs()
+    stored = {
+        name: array.view(np.uint8) if array.dtype.itemsize == 1 else array
+        for name, array in arrays.items()
+    }
+    for case in epilogues():
+        got = epilogue_on_card(arrays, *case)
+        bits = np.dtype(f"u{got.dtype.itemsize}")
+        want = epilogue_expected(arrays, *case).astype(got.dtype)
+        different = int((got.view(bits) != want.view(bits)).sum())
+        print(f"{epilogue_name(*case):<40} {different} of {got.size} differ")
+        stored[epilogue_name(*case)] = got.view(bits)
+    _save(path, stored)
+
+
+def epilogue_name(scaling: str, fast: bool, dtype: str) -> str:
+    """The key of an output."""
+    return f"{scaling}, {'fast' if fast else 'promoted'}, {dtype or 'no bias'}"
+
+
+def _save(path: Path, stored: dict[str, Array]) -> None:
     stored["environment"] = np.array(json.dumps(environment("cuda")))
     np.savez_compressed(path, **stored)  # type: ignore[arg-type]
     print(path, f"{path.stat().st_size / 1e6:.2f} MB")
-    print(bias_of_cublaslt())
 
 
 def main() -> int:
@@ -234,7 +306,12 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=OUT)
     try:
-        record(parser.parse_args().out)
+        folder = parser.parse_args().out
+        if not torch.cuda.is_available():
+            raise UserError("record_golden needs a CUDA device; tests read what it has recorded")
+        folder.mkdir(parents=True, exist_ok=True)
+        record_epilogues(folder / EPILOGUES)
+        record(folder / PRODUCTS)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

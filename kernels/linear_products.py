@@ -7,6 +7,32 @@
 x is (rows, K), w is (N, K), dy is (rows, N). The tensor core takes FP8 only with the summed
 dimension in order in memory, so each operand comes as it is or transposed: a cast with a transpose
 writes both. Options are those of `fp8lab.kernels.matmul.matmul`, for the product's own a and b.
+
+How to call each. With one scale a tensor, from `casting.quantize_with_transpose`:
+
+    x, x_t = quantize_with_transpose(x, E4M3, scale=scale_x)        # the same of w and dy
+    forward(x, w, inverse_scale_a=inverse_x, inverse_scale_b=inverse_w)
+    data_gradient(dy, w_t, inverse_scale_a=inverse_dy, inverse_scale_b=inverse_w)
+    weight_gradient(dy_t, x_t, inverse_scale_a=inverse_dy, inverse_scale_b=inverse_x)
+
+With one scale a row, `scaling.quantize_blocks_with_transpose(x, E4M3, block=(1, None))` gives
+scales (rows, 1) and, of x_t, (K, 1): inverse_scale_a as they are, inverse_scale_b transposed. With
+scales of blocks, x and dy in 1x128 and w in 128x128:
+
+    x = quantize_blocks_with_transpose(x, E4M3)                     # the same of dy
+    w = quantize_blocks_with_transpose(w, E4M3, block=(128, 128))
+    forward(x.codes, w.codes, inverse_scale_a=x.scales, inverse_scale_b=w.scales.t())
+    data_gradient(dy.codes, w.codes_t, inverse_scale_a=dy.scales, inverse_scale_b=w.scales_t.t())
+    weight_gradient(
+        dy.codes_t, x.codes_t, inverse_scale_a=dy.scales_t, inverse_scale_b=x.scales_t.t()
+    )
+
+There x.scales is (rows, K/128), w.scales (N/128, K/128), w.scales_t (K/128, N/128), dy.scales
+(rows, N/128), dy.scales_t (N, rows/128) and x.scales_t (K, rows/128), each rounded up. Scales of
+1x128 lie as the cast writes them, those of all rows of a block together; in any other order they
+are copied first. Gradients are usually promoted (`promote_every=128`); blocks always are.
+
+On sm_90 the fast kernel takes all of these where rows of the result are multiples of 16 bytes.
 """
 
 from __future__ import annotations

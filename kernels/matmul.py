@@ -1,7 +1,7 @@
 """FP8 matrix products on the GPU: the Triton twins of `fp8lab.emulation.matmul`.
 
 Here is what a caller sees, with its checks. The readable kernel is in
-`fp8lab.kernels.matmul_device`; on sm_90 promoted products take the faster one in
+`fp8lab.kernels.matmul_device`; on sm_90 large products take the faster one in
 `fp8lab.kernels.matmul_gluon`. Both give the same bits.
 """
 
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from fp8lab.kernels.checks import check_tensor
-from fp8lab.kernels.matmul_launch import FORMATS, fastest, launch_product
+from fp8lab.kernels.matmul_launch import FORMATS, Settings, fastest, launch_product
 from fp8lab.kernels.matmul_product import Product
 from fp8lab.kernels.matmul_scales import Scales, scales_from
-from fp8lab.kernels.matmul_settings import MatmulSettings
 
 PROMOTIONS = (32, 64, 128)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
@@ -32,7 +31,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     out: torch.Tensor | None = None,
-    settings: MatmulSettings | None = None,
+    settings: Settings | None = None,
 ) -> torch.Tensor:
     """The product of two matrices of FP8 codes, accumulated as Hopper's wgmma does.
 
@@ -55,8 +54,8 @@ def matmul(
         bias: float32 (N,), or (M, N): a gradient that the product is added to. Contiguous.
         out_dtype: float32 or bfloat16.
         out: Where the result goes: (M, N), contiguous, of `out_dtype`. May be the bias itself.
-        settings: How the plain kernel is launched; None lets the shape decide. Given settings
-            always mean the plain kernel.
+        settings: How it is launched: `MatmulSettings` mean the plain kernel, `GluonSettings` the
+            fast one; None lets the shape decide.
 
     Returns:
         (M, N) of `out_dtype`: `out` where it is given. A NaN operand, Inf times 0, or Inf minus Inf
@@ -86,14 +85,14 @@ def matmul(
     return product.out
 
 
-def tune(a: torch.Tensor, b: torch.Tensor, **options: Any) -> MatmulSettings | None:
+def tune(a: torch.Tensor, b: torch.Tensor, **options: Any) -> Settings:
     """Time the candidates on these arguments, and let products alike take the fastest from now on.
 
     Args:
         a, b, options: As for `matmul`, without settings. What `out` names is overwritten.
 
     Returns:
-        The fastest settings of the plain kernel, or None where the fast kernel beats them.
+        The fastest settings.
     """
     return fastest(checked_product(a, b, **options))
 

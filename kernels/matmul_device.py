@@ -13,6 +13,7 @@ from typing import Literal
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8lab.kernels.float_device import decoded, float_of, fma, narrowed
 
@@ -37,6 +38,10 @@ class ProductPlan:
         out_descriptor: Whether `out` is a tensor descriptor; otherwise a pointer.
         hardware: Whether the card's instructions are there.
         warp_specialize: As `tl.range` takes it.
+        swap: Whether the tile is computed transposed, as b^T a^T: wgmma has at least 64 rows, but
+            as few as 8 columns, which then are the rows of a. The arithmetic is symmetric.
+        overlap: Whether the next kernel may begin to start before this one has ended; it waits
+            before it reads or writes.
     """
 
     block_m: int
@@ -55,6 +60,8 @@ class ProductPlan:
     out_descriptor: bool
     hardware: bool
     warp_specialize: bool
+    swap: bool
+    overlap: bool
 
 
 # Of the sizes only n decides how memory is reached; the others would only multiply compilations.
@@ -95,6 +102,9 @@ def matmul_kernel(
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     steps = tl.cdiv(k, BLOCK_K)
+    if PLAN.overlap:
+        gdc_wait()
+        gdc_launch_dependents()
     for tile in tl.range(
         tl.program_id(0),
         tiles_m * tiles_n,
@@ -114,6 +124,8 @@ def matmul_kernel(
             total = tl.load(start + places, mask=inside, other=0.0)
         else:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if PLAN.swap:
+            total = total.T
         if PLAN.scaling == "blocks":
             a_scales = scale_a + (rows // PLAN.rows_per_scale) * scale_a_stride_m
             b_scales = scale_b + (columns // PLAN.columns_per_scale) * scale_b_stride_n
@@ -129,13 +141,26 @@ def matmul_kernel(
                 by_column = _scales(
                     b_scales + step * scale_b_stride_k, columns < n, PLAN.scale_b_e8m0
                 )
-                partial = tl.dot(x, y.T)
-                total = fma(partial, by_row[:, None] * by_column[None, :], total, PLAN.hardware)
+                if PLAN.swap:
+                    by_row, by_column = by_row[None, :], by_column[:, None]
+                else:
+                    by_row, by_column = by_row[:, None], by_column[None, :]
+                partial = _partial(x, y, PLAN.swap)
+                if PLAN.rows_per_scale == 1 and PLAN.columns_per_scale == 1:
+                    partial = partial * by_row
+                    factor = tl.broadcast_to(by_column, partial.shape)
+                else:
+                    factor = by_row * by_column
+                total = fma(partial, factor, total, PLAN.hardware)
             elif PLAN.promote:
-                total += tl.dot(x, y.T)
+                total += _partial(x, y, PLAN.swap)
+            elif PLAN.swap:
+                total = tl.dot(y, x.T, total)
             else:
                 total = tl.dot(x, y.T, total)
 
+        if PLAN.swap:
+            total = total.T
         if PLAN.scaling == "tensor":
             total = total * (tl.load(scale_a) * tl.load(scale_b))
         elif PLAN.scaling == "vectors":
@@ -155,6 +180,16 @@ def matmul_kernel(
             out.store([first_m, first_n], result)
         else:
             tl.store(out + places, result, mask=inside)
+
+
+@triton.jit
+def _partial(x, y, SWAP: tl.constexpr):
+    """A product from zero."""
+    if SWAP:
+        partial = tl.dot(y, x.T)
+    else:
+        partial = tl.dot(x, y.T)
+    return partial
 
 
 @triton.jit

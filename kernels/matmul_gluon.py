@@ -1,7 +1,8 @@
-"""The fast promoted matrix product for sm_90: when it applies, and how it is launched."""
+"""The fast matrix product for sm_90: when it applies, and how it is launched."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -10,39 +11,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fp8lab.kernels.launch import launch
-from fp8lab.kernels.matmul_gluon_device import (
-    BLOCK_K,
-    BLOCK_M,
-    BLOCK_N,
-    GluonPlan,
-    matmul_kernel,
-)
-from fp8lab.kernels.matmul_product import Product, aligned, multiprocessors
+from fp8lab.kernels.matmul_gluon_device import GluonPlan, matmul_kernel
+from fp8lab.kernels.matmul_product import ALIGNMENT, Product, aligned, multiprocessors
+from fp8lab.kernels.matmul_scales import BLOCK
+from fp8lab.kernels.matmul_settings import SHARED_MEMORY, GluonSettings
 
 _CAPABILITY = (9, 0)
-_GROUP_M = 8
-_DRAIN = 8
-# With fewer rows half of a tile is wasted, and the plain kernel's small tiles are faster.
-_FEWEST_ROWS = 65
 _GLUON_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 
 
 def applies(product: Product) -> bool:
     """Whether this kernel takes a product; the plain one takes every other."""
-    m, n, _ = product.sizes
-    scales = product.scales
-    blocks = (
-        scales.rows_per_entry == 1
-        and scales.columns_per_entry == BLOCK_N
-        and scales.strides[0] != 0
-        and not (scales.a_e8m0 or scales.b_e8m0)
-    )
     return (
         _is_hopper(product.a.device)
-        and product.promote == BLOCK_K
-        and (scales.kind != "blocks" or blocks)
-        and m >= _FEWEST_ROWS
-        and n * product.out.element_size() % 16 == 0
+        and product.promote in (None, BLOCK)
+        and not (product.scales.a_e8m0 or product.scales.b_e8m0)
+        and product.sizes[1] * product.out.element_size() % ALIGNMENT == 0
     )
 
 
@@ -51,64 +35,130 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
-def launch_promoted(product: Product) -> None:
-    """Compute a product that `applies` to."""
-    m, n, k = product.sizes
-    scales, out = product.scales, product.out
-    wide = out.dtype == torch.float32
+@dataclass(frozen=True)
+class _Side:
+    """An operand with its scales.
+
+    Attributes:
+        codes: Row-major, K along the rows.
+        scales: As a table of rows by blocks of K.
+        stride, stride_k: Of the scales, along the rows and along K.
+        own: Whether each row has its own scale.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    stride: int
+    stride_k: int
+    own: bool
+
+
+def _sides(product: Product) -> tuple[_Side, _Side]:
+    """a and b."""
+    scales = product.scales
+    a_stride, a_stride_k, b_stride_k, b_stride = scales.strides
+    return (
+        _Side(
+            aligned(product.a),
+            scales.a,
+            a_stride,
+            a_stride_k,
+            scales.rows_per_entry == 1 and a_stride != 0,
+        ),
+        _Side(
+            aligned(product.b),
+            scales.b,
+            b_stride,
+            b_stride_k,
+            scales.columns_per_entry == 1 and b_stride != 0,
+        ),
+    )
+
+
+def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
+    """The compile-time part of a launch, with as many stages as fit."""
+    scales, promoted = product.scales, product.promote is not None
+    tile = settings.block_m, settings.block_n
+    sides = _sides(product)
+    if settings.swap:
+        tile, sides = tile[::-1], sides[::-1]
+    blocks = scales.kind == "blocks"
     plan = GluonPlan(
-        stages=5 if wide or scales.kind == "blocks" else 6,
-        group_m=_GROUP_M,
-        drain=_DRAIN,
+        rows=tile[0],
+        columns=min(128, tile[1]) if promoted else tile[1],
+        depth=BLOCK if promoted else settings.block_k,
+        stages=1,
+        group=settings.group,
+        drain=settings.drain if promoted else 0,
+        stagger=settings.stagger,
+        swap=settings.swap,
         scaling=scales.kind,
+        by_row=blocks and sides[0].own,
+        by_column=blocks and sides[1].own,
+        squares=BLOCK in (scales.rows_per_entry, scales.columns_per_entry),
         start=product.start is not None,
         bias=product.bias_kind,
-        bfloat16=not wide,
+        bfloat16=product.out.dtype == torch.bfloat16,
     )
-    layout = gl.NVMMASharedLayout.get_default_for
-    a, b = aligned(product.a), aligned(product.b)
-    a_desc = TensorDescriptor.from_tensor(
-        a, [BLOCK_M, BLOCK_K], layout([BLOCK_M, BLOCK_K], _GLUON_DTYPES[a.dtype])
-    )
-    b_desc = TensorDescriptor.from_tensor(
-        b, [BLOCK_N, BLOCK_K], layout([BLOCK_N, BLOCK_K], _GLUON_DTYPES[b.dtype])
-    )
-    half = [BLOCK_M // 2, BLOCK_N]
-    out_desc = TensorDescriptor.from_tensor(
-        out, half, layout(half, gl.float32 if wide else gl.bfloat16)
-    )
-    scale_desc = a_desc
-    if scales.kind == "blocks":
-        assert scales.a is not None
-        flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        scale_desc = TensorDescriptor.from_tensor(_by_block(scales.a), [1, BLOCK_M], flat)
-    tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N)
-    a_stride_m, _, b_stride_k, b_stride_n = scales.strides
+    result = 2 * plan.rows * plan.out_columns * product.out.element_size()
+    # Barriers, and gaps between what is aligned, take less than 1 KiB.
+    room = (SHARED_MEMORY - result - 1024) // plan.bytes_of_a_stage
+    return replace(plan, stages=min(settings.most_stages, room))
+
+
+def launch_fast(product: Product, settings: GluonSettings) -> None:
+    """Compute a product that `applies` to."""
+    m, n, k = product.sizes
+    out = product.out
+    plan = gluon_plan(product, settings)
+    left, right = _sides(product)
+    if plan.swap:
+        left, right = right, left
+    tiles = triton.cdiv(left.codes.shape[0], plan.rows)
+    tiles *= triton.cdiv(right.codes.shape[0], plan.columns)
+    left_desc = _descriptor(left.codes, [plan.rows, plan.depth])
+    right_desc = _descriptor(right.codes, [plan.columns, plan.depth])
     launch(
         matmul_kernel,
-        (min(multiprocessors(a.device), tiles),),
-        a_desc,
-        b_desc,
-        out_desc,
-        scale_desc,
-        # What is not there is never read, but must be a pointer.
-        out if scales.a is None else scales.a,
-        out if scales.b is None else scales.b,
+        (min(multiprocessors(out.device), tiles),),
+        left_desc,
+        right_desc,
+        _descriptor(out, plan.piece),
+        # What is not there is never read, but must be a descriptor, or a pointer.
+        _scale_descriptor(left, plan.rows) if plan.by_row else left_desc,
+        _scale_descriptor(right, plan.scale_columns) if plan.by_column else right_desc,
+        out if left.scales is None else left.scales,
+        out if right.scales is None else right.scales,
         out if product.bias is None else product.bias,
         out if product.start is None else product.start,
         m,
         n,
         k,
-        a_stride_m,
-        b_stride_k,
-        b_stride_n,
+        left.stride,
+        left.stride_k,
+        right.stride,
+        right.stride_k,
         PLAN=plan,
         num_warps=4,
+        launch_pdl=True,
     )
 
 
+def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """For the copy engine, in the layout that wgmma reads."""
+    types = _GLUON_DTYPES | {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+    layout = gl.NVMMASharedLayout.get_default_for(block, types[matrix.dtype])
+    return TensorDescriptor.from_tensor(matrix, block, layout)
+
+
+def _scale_descriptor(side: _Side, width: int) -> TensorDescriptor:
+    assert side.scales is not None
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor.from_tensor(_by_block(side.scales), [1, width], flat)
+
+
 def _by_block(scales: torch.Tensor) -> torch.Tensor:
-    """Scales (M, blocks of K) as (blocks, M), in rows that the copy engine can read."""
+    """Scales (rows, blocks of K) as (blocks, rows), in rows that the copy engine can read."""
     table = scales.t()
     ready = table.stride(1) == 1 and table.stride(0) % 4 == 0 and table.data_ptr() % 16 == 0
     if ready and table.shape[1] >= 4:

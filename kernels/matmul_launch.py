@@ -14,40 +14,35 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fp8lab.formats import BFLOAT16, E4M3, E5M2, Float8Format
 from fp8lab.kernels.float_device import ElementCode
 from fp8lab.kernels.launch import interpreted, launch
+from fp8lab.kernels.matmul_choice import fast_settings, plain_settings
 from fp8lab.kernels.matmul_device import ProductPlan, matmul_kernel
 from fp8lab.kernels.matmul_product import ALIGNMENT, Product, aligned, multiprocessors
 from fp8lab.kernels.matmul_settings import (
+    FAST_NATIVE_CANDIDATES,
+    FAST_PROMOTED_CANDIDATES,
     NATIVE_CANDIDATES,
     PROMOTED_CANDIDATES,
+    GluonSettings,
     MatmulSettings,
     fits,
-    settings_for,
 )
 
 FORMATS: dict[torch.dtype, Float8Format] = {
     getattr(torch, fmt.dtype_name): fmt for fmt in (E4M3, E5M2)
 }
 
+Settings = MatmulSettings | GluonSettings
+
 # Products that were tuned, and what was fastest.
-_TUNED: dict[Hashable, MatmulSettings | None] = {}
+_TUNED: dict[Hashable, Settings] = {}
 
 
-def fastest(product: Product) -> MatmulSettings | None:
-    """Time the candidates on a product, and let those alike take the fastest from now on.
-
-    Returns:
-        The fastest settings of the plain kernel, or None where the fast kernel beats them.
-    """
-    candidates: list[MatmulSettings | None] = [
-        candidate
-        for candidate in (NATIVE_CANDIDATES if product.promote is None else PROMOTED_CANDIDATES)
-        if fits(candidate, wide=_wide(product))
-    ]
-    if _is_fast(product):
-        candidates.append(None)
+def fastest(product: Product) -> Settings:
+    """Time the candidates on a product, and let those alike take the fastest from now on."""
+    candidates = candidates_for(product)
     times = {
         candidate: triton.testing.do_bench(
-            lambda candidate=candidate: launch_product(product, candidate, tuned=False),
+            lambda candidate=candidate: launch_product(product, candidate),
             warmup=5,
             rep=20,
             return_mode="median",
@@ -58,20 +53,44 @@ def fastest(product: Product) -> MatmulSettings | None:
     return _TUNED[product.key]
 
 
-def launch_product(
-    product: Product, settings: MatmulSettings | None, *, tuned: bool = True
-) -> None:
-    """Launch one of the kernels: the fast one where there are no settings and it applies.
+def candidates_for(product: Product) -> list[Settings]:
+    """The frozen settings that a product can be launched with."""
+    native = product.promote is None
+    plain = [
+        candidate
+        for candidate in (NATIVE_CANDIDATES if native else PROMOTED_CANDIDATES)
+        if fits(candidate, wide=_wide(product))
+    ]
+    if not _is_fast(product):
+        return [*plain]
+    return [*plain, *(FAST_NATIVE_CANDIDATES if native else FAST_PROMOTED_CANDIDATES)]
 
-    Args:
-        tuned: Whether settings that are not given may be those that were tuned.
-    """
-    if settings is None and tuned:
+
+def launch_product(product: Product, settings: Settings | None) -> None:
+    """Launch one of the kernels, as told, as tuned, or as the shape decides."""
+    if settings is None:
         settings = _TUNED.get(product.key)
-    if settings is None and _is_fast(product):
-        _fast().launch_promoted(product)
-    else:
+    if settings is None:
+        settings = _chosen(product)
+    if isinstance(settings, MatmulSettings):
         _launch_plain(product, settings)
+    elif _is_fast(product):
+        _fast().launch_fast(product, settings)
+    else:
+        raise ValueError(
+            f"settings are {settings}, but the fast kernel does not take this product; accepted:"
+            " MatmulSettings, or None"
+        )
+
+
+def _chosen(product: Product) -> Settings:
+    m, n, _ = product.sizes
+    promoted, count = product.promote is not None, multiprocessors(product.a.device)
+    if _is_fast(product):
+        blocks = product.scales.kind == "blocks"
+        return fast_settings(m, n, promoted=promoted, blocks=blocks, multiprocessors=count)
+    wide = _wide(product)
+    return plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=count)
 
 
 def _is_fast(product: Product) -> bool:
@@ -89,17 +108,9 @@ def _fast() -> Any:
     return import_module("fp8lab.kernels.matmul_gluon")
 
 
-def _launch_plain(product: Product, settings: MatmulSettings | None) -> None:
+def _launch_plain(product: Product, settings: MatmulSettings) -> None:
     m, n, k = product.sizes
     programs = multiprocessors(product.a.device)
-    if settings is None:
-        settings = settings_for(
-            m,
-            n,
-            promoted=product.promote is not None,
-            wide=_wide(product),
-            multiprocessors=programs,
-        )
     if product.promote is not None:
         settings = settings.with_block_k(product.promote)
     bfloat16 = product.out.dtype == torch.bfloat16
@@ -130,6 +141,7 @@ def _launch_plain(product: Product, settings: MatmulSettings | None) -> None:
         OUT_CODE=ElementCode.of(BFLOAT16, saturate=False),
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
+        **({"launch_pdl": True} if plan.overlap else {}),
     )
 
 
@@ -155,7 +167,15 @@ def product_plan(
         out_descriptor=out_descriptor,
         hardware=not interpreted(),
         warp_specialize=settings.warp_specialize,
+        swap=settings.swap,
+        overlap=_overlaps(product.a.device),
     )
+
+
+@lru_cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether the device can start a kernel before the one before has ended: from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache

@@ -5,21 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may take on sm_90
+MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
 class MatmulSettings:
-    """How a product is launched.
+    """How the plain kernel is launched.
 
     Attributes:
-        block_m, block_n: A tile's rows and columns, powers of two: 64 to 256, and 32 to 256. With
-            fewer rows the compiler would leave wgmma, whose arithmetic the contract is.
+        block_m, block_n: A tile's rows and columns, powers of two. wgmma's rows are 64 to 256, its
+            columns 16 to 256; with fewer rows the compiler would leave wgmma, whose arithmetic the
+            contract is.
         block_k: How much of K a step takes, 32 to 256. Where partial sums are promoted, the launch
             takes the length of those instead.
         num_warps: 4 or 8.
-        num_stages: Steps whose operands are in flight, 1 to 8.
+        num_stages: Steps whose operands are in flight, 1 to 16.
         group_m: Tiles that are visited down a column before the next column.
         warp_specialize: Whether copies and products are left to different warps.
+        swap: Whether wgmma's rows are the tile's columns: then block_m may be 16, and block_n not
+            less than 64.
     """
 
     block_m: int = 128
@@ -29,29 +33,70 @@ class MatmulSettings:
     num_stages: int = 4
     group_m: int = 8
     warp_specialize: bool = False
+    swap: bool = False
 
     def __post_init__(self) -> None:
+        rows, columns = (16, 64) if self.swap else (64, 16)
         for name, value, smallest, largest in (
-            ("block_m", self.block_m, 64, 256),
-            ("block_n", self.block_n, 32, 256),
+            ("block_m", self.block_m, rows, 256),
+            ("block_n", self.block_n, columns, 256),
             ("block_k", self.block_k, 32, 256),
             ("num_warps", self.num_warps, 4, 8),
+            ("group_m", self.group_m, 1, 64),
         ):
-            if not smallest <= value <= largest or value & (value - 1):
-                raise ValueError(
-                    f"{name} is {value}; accepted: powers of two from {smallest} to {largest}"
-                )
-        for name, value, largest in (
-            ("num_stages", self.num_stages, 8),
-            ("group_m", self.group_m, 64),
-        ):
-            if not 1 <= value <= largest:
-                raise ValueError(f"{name} is {value}; accepted: 1 to {largest}")
+            _check_power(name, value, smallest, largest)
+        if not 1 <= self.num_stages <= MOST_STAGES:
+            raise ValueError(f"num_stages is {self.num_stages}; accepted: 1 to {MOST_STAGES}")
 
     def with_block_k(self, block_k: int) -> MatmulSettings:
         """The same with another step, as many bytes of operands in flight."""
+        # With more than 8 the scales of blocks, which are in flight too, need too many registers.
         stages = max(1, min(8, self.num_stages * self.block_k // block_k))
         return replace(self, block_k=block_k, num_stages=stages)
+
+
+@dataclass(frozen=True)
+class GluonSettings:
+    """How the fast kernel of sm_90 is launched.
+
+    Attributes:
+        block_m, block_n: A tile's rows and columns, powers of two. wgmma's rows are 64 or 128, its
+            columns 16 to 256. Promoted products never take more than 128 columns: a total and two
+            partial sums of more leave no registers.
+        block_k: How much of K a stage holds: 128, or 256, which promoted products do not take.
+        group: Tiles that are visited down a column before the next column.
+        most_stages: Stages are as many as fit, but no more.
+        swap: Whether wgmma's rows are the tile's columns, as in `MatmulSettings`.
+        drain: Where partial sums are promoted: of them, between points where a warpgroup has no
+            wgmma in flight.
+        stagger: Whether the second warpgroup's such points lie between those of the first.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 128
+    group: int = 8
+    most_stages: int = 16
+    swap: bool = False
+    drain: int = 8
+    stagger: bool = False
+
+    def __post_init__(self) -> None:
+        rows, columns = self.block_m, self.block_n
+        if self.swap:
+            rows, columns = columns, rows
+        _check_power("block_n" if self.swap else "block_m", rows, 64, 128)
+        _check_power("block_m" if self.swap else "block_n", columns, 16, 256)
+        _check_power("block_k", self.block_k, 128, 256)
+        _check_power("group", self.group, 1, 64)
+        _check_power("drain", self.drain, 2, 16)
+        if not 1 <= self.most_stages <= MOST_STAGES:
+            raise ValueError(f"most_stages is {self.most_stages}; accepted: 1 to {MOST_STAGES}")
+
+
+def _check_power(name: str, value: int, smallest: int, largest: int) -> None:
+    if not smallest <= value <= largest or value & (value - 1):
+        raise ValueError(f"{name} is {value}; accepted: powers of two from {smallest} to {largest}")
 
 
 LARGE = MatmulSettings(128, 256, num_stages=3)
@@ -59,6 +104,20 @@ SQUARE = MatmulSettings(128, 128)
 LOW = MatmulSettings(64, 256, num_warps=4, num_stages=4)
 SMALL = MatmulSettings(64, 128, num_warps=4, num_stages=6)
 NARROW = MatmulSettings(64, 64, num_warps=4, num_stages=8)
+THIN = MatmulSettings(16, 64, 256, num_warps=4, num_stages=8, swap=True)
+
+WIDE_FAST = GluonSettings(128, 256)
+SQUARE_FAST = GluonSettings(128, 128)
+SMALL_FAST = GluonSettings(64, 128)
+NARROW_FAST = GluonSettings(64, 64)
+DEEP_FAST = GluonSettings(64, 64, 256)
+LEAN_FAST = GluonSettings(128, 32)
+# Where there are fewer tiles than multiprocessors, one program has all of the shared memory;
+# otherwise the next kernel's programs find room beside those of this one.
+THIN_FAST = GluonSettings(16, 64, swap=True)
+THIN_DEEP_FAST = GluonSettings(16, 64, 256, swap=True)
+THIN_SHORT_FAST = GluonSettings(16, 64, most_stages=10, swap=True)
+THIN_DEEP_SHORT_FAST = GluonSettings(16, 64, 256, most_stages=5, swap=True)
 
 # What a search over settings may choose from.
 NATIVE_CANDIDATES = (
@@ -68,8 +127,28 @@ NATIVE_CANDIDATES = (
     LOW,
     SMALL,
     NARROW,
+    THIN,
 )
-PROMOTED_CANDIDATES = (SQUARE, SMALL, NARROW)
+PROMOTED_CANDIDATES = (SQUARE, SMALL, NARROW, THIN)
+FAST_NATIVE_CANDIDATES = (
+    WIDE_FAST,
+    SQUARE_FAST,
+    SMALL_FAST,
+    NARROW_FAST,
+    DEEP_FAST,
+    THIN_DEEP_FAST,
+    THIN_DEEP_SHORT_FAST,
+)
+FAST_PROMOTED_CANDIDATES = (
+    SQUARE_FAST,
+    replace(SQUARE_FAST, stagger=True),
+    replace(SQUARE_FAST, drain=4, stagger=True),
+    SMALL_FAST,
+    NARROW_FAST,
+    LEAN_FAST,
+    THIN_FAST,
+    THIN_SHORT_FAST,
+)
 
 
 def fits(settings: MatmulSettings, *, wide: bool) -> bool:
@@ -81,20 +160,3 @@ def fits(settings: MatmulSettings, *, wide: bool) -> bool:
     operands = (settings.block_m + settings.block_n) * settings.block_k * settings.num_stages
     result = settings.block_m * settings.block_n * (4 if wide else 2)
     return operands + result + 1024 <= SHARED_MEMORY  # barriers take less than 1 KiB
-
-
-def settings_for(
-    m: int, n: int, *, promoted: bool, wide: bool, multiprocessors: int
-) -> MatmulSettings:
-    """The settings that a product of that shape takes unless told otherwise.
-
-    The largest tile that fits and still gives every multiprocessor one. Where partial sums are
-    promoted, a total beside them leaves no registers for the largest.
-    """
-    candidates = PROMOTED_CANDIDATES if promoted else (LARGE, SQUARE, SMALL, NARROW)
-    for settings in candidates:
-        tiles = -(-m // settings.block_m) * -(-n // settings.block_n)
-        wasteful = m <= settings.block_m // 2
-        if fits(settings, wide=wide) and tiles >= multiprocessors and not wasteful:
-            return settings
-    return SMALL if n > 64 * multiprocessors else NARROW

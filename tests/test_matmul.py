@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -36,6 +38,7 @@ from fp8lab.testing.products import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "numerics.md"
 CUBLASLT_K = (32, 64, 128, 256, 512, 1024, 2048)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 Array = np.ndarray[Any, Any]
@@ -214,6 +217,45 @@ def test_the_worked_example_of_the_document() -> None:
     c = f32([[1.0]])
     assert matmul(a, b, accumulator=c).item() == 786.0
     assert matmul(a, b, core=IEEE_FLOAT32).item() == 785.0548095703125
+
+
+def test_the_document_recomputes_from_its_own_table() -> None:
+    """Every number of the example follows from those before it, by the rules that it states."""
+    text = DOCUMENT.read_text(encoding="utf-8").split("### One element by hand")[1]
+    text = text.split("###")[0]
+    lines = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert len(lines) == 3
+    exponents, values = [], []
+    for line in lines:
+        _, a, b, significands, product, exponent, value = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        sides = [re.fullmatch(r"(?:([\d.]+) = )?([\d.]+) · 2\^(-?\d+).*", side) for side in (a, b)]
+        total = 0
+        for side, significand in zip(sides, significands.split(" · "), strict=True):
+            assert side is not None
+            assert significand == side[2]
+            total += int(side[3])
+            if side[1] is not None:
+                assert Fraction(side[1]) == Fraction(side[2]) * Fraction(2) ** int(side[3])
+        left, right = (Fraction(part) for part in significands.split(" · "))
+        assert Fraction(product) == left * right
+        assert int(exponent) == total
+        stated = Fraction(2) ** int(value[2:]) if value.startswith("2^") else Fraction(value)
+        assert stated == Fraction(product) * Fraction(2) ** total
+        exponents.append(total)
+        values.append(stated)
+    unit = Fraction(2) ** (max(exponents) - 13)
+    assert f"The unit is 2^({max(exponents)} - 13) = {unit}" in text
+    terms = [value / unit for value in values]
+    assert f"{terms[0]}, {float(terms[1])} and {terms[2]}" in text.replace("\n", " ")
+    cut = [math.floor(term) for term in terms]
+    assert 1 / unit == 32
+    for total in (sum(cut), sum(cut) + 32):
+        assert str(total) in text
+        assert str(float(total * unit)) in text
+        # 14 significant bits of a number from 512 to 1024 end at 1/16.
+        assert str(float(math.floor(total * unit * 16) / 16)) in text
 
 
 def test_what_is_cut() -> None:

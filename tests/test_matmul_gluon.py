@@ -13,6 +13,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # In a process of its own: one that was started for the interpreter compiles nothing.
@@ -24,19 +26,22 @@ CHILD = """
     from triton.experimental.gluon._runtime import GluonASTSource
     from fp8lab.kernels.matmul_gluon_device import GluonPlan, matmul_kernel
 
-    plan = GluonPlan(
-        stages=5, group_m=8, drain=8, scaling="blocks", start=False, bias="none", bfloat16=True
-    )
+    plan = GluonPlan(**json.load(sys.stdin))
     layout = gl.NVMMASharedLayout.get_default_for
-    operand = f"tensordesc<fp8e4nv[128, 128],{layout([128, 128], gl.float8e4nv)!r}>"
+
+    def operand(rows):
+        block = [rows, plan.depth]
+        return f"tensordesc<fp8e4nv{block},{layout(block, gl.float8e4nv)!r}>"
+
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     signature = dict.fromkeys(matmul_kernel.arg_names, "i32")
-    signature |= dict.fromkeys(["scale_a", "scale_b", "bias", "start"], "*fp32")
+    signature |= dict.fromkeys(["left_scale", "right_scale", "bias", "start"], "*fp32")
     signature |= {
-        "a_desc": operand,
-        "b_desc": operand,
-        "out_desc": f"tensordesc<bf16[64, 128],{layout([64, 128], gl.bfloat16)!r}>",
-        "scale_desc": f"tensordesc<fp32[1, 128],{flat!r}>",
+        "left_desc": operand(plan.rows),
+        "right_desc": operand(plan.columns),
+        "out_desc": f"tensordesc<bf16{plan.piece},{layout(plan.piece, gl.bfloat16)!r}>",
+        "left_scale_desc": f"tensordesc<fp32[1, {plan.rows}],{flat!r}>",
+        "right_scale_desc": f"tensordesc<fp32[1, {plan.scale_columns}],{flat!r}>",
         "PLAN": "constexpr",
     }
     compiled = triton.compile(
@@ -56,13 +61,33 @@ CHILD = """
     json.dump({"ptx": compiled.asm["ptx"], "log": assembled.stderr, "shared": shared}, sys.stdout)
 """
 
+PLAN = {
+    "rows": 128,
+    "columns": 128,
+    "depth": 128,
+    "stages": 5,
+    "group": 8,
+    "drain": 8,
+    "stagger": False,
+    "swap": False,
+    "scaling": "none",
+    "by_row": False,
+    "by_column": False,
+    "squares": False,
+    "start": False,
+    "bias": "none",
+    "bfloat16": True,
+}
+BLOCKS = {"scaling": "blocks", "by_row": True, "squares": True}
 
-def compiled() -> dict[str, Any]:
+
+def compiled(**options: Any) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILD)],
         cwd=ROOT,
         env=environment,
+        input=json.dumps(PLAN | options),
         capture_output=True,
         text=True,
         check=False,
@@ -72,15 +97,36 @@ def compiled() -> dict[str, Any]:
     return result
 
 
-def test_the_fast_kernel_compiles_without_spills_or_serialised_products() -> None:
+@pytest.mark.parametrize(
+    ("options", "shape", "count"),
+    [
+        # Two warpgroups; 8 + 4 + 2 + 1 partial sums, each of four steps.
+        (BLOCKS, "m64n128k32", 2 * 15 * 4),
+        (BLOCKS | {"by_column": True, "squares": False}, "m64n128k32", 2 * 15 * 4),
+        # One more of four, in the second warpgroup.
+        (BLOCKS | {"stagger": True}, "m64n128k32", (2 * 15 + 4) * 4),
+        # Two warpgroups, a loop over stages of four steps.
+        ({"columns": 256, "stages": 4, "drain": 0, "scaling": "vectors"}, "m64n256k32", 2 * 4),
+        # One warpgroup, stages of eight steps.
+        (
+            {"rows": 64, "columns": 16, "depth": 256, "stages": 8, "drain": 0, "swap": True},
+            "m64n16k32",
+            8,
+        ),
+    ],
+    ids=["1x128 by 128x128", "1x128 by 1x128", "staggered", "native", "few rows"],
+)
+def test_the_fast_kernel_compiles_without_spills_or_serialised_products(
+    options: dict[str, Any], shape: str, count: int
+) -> None:
     """ptxas says C7510 to C7514 where it serialises wgmma, and Triton hides it."""
-    found = compiled()
-    steps = re.findall(
-        r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", found["ptx"]
-    )
-    # Two warpgroups; 8 + 4 + 2 + 1 partial sums, each of four steps.
-    assert len(steps) == 2 * 15 * 4
-    assert "fma.rn.f32" in found["ptx"]
+    found = compiled(**options)
+    steps = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.{shape}\.f32\.e4m3\.e4m3", found["ptx"])
+    assert len(steps) == count
+    assert ("fma.rn.f32" in found["ptx"]) == (options.get("scaling") == "blocks")
     assert "C75" not in found["log"]
     assert "0 bytes spill stores, 0 bytes spill loads" in found["log"]
     assert found["shared"] <= 227 * 1024
+    # Nothing is read before the kernel before has ended.
+    wait, copy = found["ptx"].index("griddepcontrol.wait"), found["ptx"].index("cp.async.bulk")
+    assert wait < copy

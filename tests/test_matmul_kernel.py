@@ -25,19 +25,21 @@ from fp8lab.formats import BFLOAT16, E4M3, E5M2, E8M0, Float8Format
 from fp8lab.kernels.float_device import ElementCode
 from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradient
 from fp8lab.kernels.matmul import matmul
+from fp8lab.kernels.matmul_choice import fast_settings, plain_settings
 from fp8lab.kernels.matmul_device import ProductPlan
 from fp8lab.kernels.matmul_settings import (
     NATIVE_CANDIDATES,
     PROMOTED_CANDIDATES,
+    GluonSettings,
     MatmulSettings,
     fits,
-    settings_for,
 )
 from fp8lab.testing import assert_bits_equal, compiled_ptx, run_kernel, to_torch
 from fp8lab.testing.products import OrderFreeProduct, order_free_products
 
 Array = np.ndarray[Any, Any]
 TINY = MatmulSettings(64, 32, 128, num_warps=4, num_stages=1)
+SWAPPED = MatmulSettings(32, 64, 128, num_warps=4, num_stages=1, swap=True)
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SIZES = (st.integers(1, 70), st.integers(1, 40), st.sampled_from([0, 1, 31, 32, 33, 130, 256]))
 
@@ -56,11 +58,11 @@ def run(a: Array, b: Array, device: str, **options: Any) -> torch.Tensor:
 
 
 def check(a: Array, b: Array, device: str, **options: Any) -> None:
-    """The kernel's bits are the oracle's, in float32 and in bfloat16."""
-    for narrow in (False, True):
+    """The kernel's bits are the oracle's, in float32 and, computed transposed, in bfloat16."""
+    for narrow, launch in ((False, TINY), (True, SWAPPED)):
         kernel_type = torch.bfloat16 if narrow else torch.float32
         oracle_type = ml_dtypes.bfloat16 if narrow else np.float32
-        got = run(a, b, device, out_dtype=kernel_type, settings=TINY, **options)
+        got = run(a, b, device, out_dtype=kernel_type, settings=launch, **options)
         assert_bits_equal(got, oracle(a, b, out_dtype=oracle_type, **options))
 
 
@@ -243,22 +245,46 @@ def test_bad_input_is_refused_before_any_launch(device: str) -> None:
         ),
         (ValueError, "block_m is 32", partial(MatmulSettings, block_m=32)),
         (ValueError, "num_warps is 2", partial(MatmulSettings, num_warps=2)),
-        (ValueError, "num_stages is 9", partial(MatmulSettings, num_stages=9)),
+        (ValueError, "num_stages is 17", partial(MatmulSettings, num_stages=17)),
+        (ValueError, "block_n is 32", partial(MatmulSettings, block_n=32, swap=True)),
+        (ValueError, "block_m is 32", partial(GluonSettings, block_m=32)),
+        (ValueError, "most_stages is 0", partial(GluonSettings, most_stages=0)),
     ]
     for error, message, attempt in refused:
         with pytest.raises(error, match=message):
             attempt()
 
 
+def wgmma_tile(settings: MatmulSettings) -> tuple[int, int]:
+    """Rows and columns of a tile, as tl.dot is given them."""
+    tile = settings.block_m, settings.block_n
+    return tile[::-1] if settings.swap else tile
+
+
+SHAPES = [(m, n) for m in (1, 16, 32, 64, 65, 128, 512, 4096, 16384) for n in (1, 128, 4096, 28672)]
+
+
 @pytest.mark.parametrize("promoted", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
-def test_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wide: bool) -> None:
-    for m in (1, 16, 64, 65, 128, 512, 4096, 16384):
-        for n in (1, 128, 4096, 28672):
-            chosen = settings_for(m, n, promoted=promoted, wide=wide, multiprocessors=132)
-            found = lowering(chosen.block_m, chosen.block_n, chosen.block_k, chosen.num_warps)
+def test_plain_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wide: bool) -> None:
+    for m, n in SHAPES:
+        chosen = plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=132)
+        for one in (chosen, chosen.with_block_k(32), chosen.with_block_k(128)):
+            found = lowering(*wgmma_tile(one), one.block_k, one.num_warps)
             assert found.core.name == "hopper_fp8"
-            assert fits(chosen, wide=wide)
+            assert fits(one, wide=wide)
+
+
+@pytest.mark.parametrize(("promoted", "blocks"), [(False, False), (True, False), (True, True)])
+def test_fast_settings_waste_few_multiprocessors(promoted: bool, blocks: bool) -> None:
+    """Tiles are hardly higher than the rows, and half as many as the smallest would be or more."""
+    for m, n in SHAPES:
+        chosen = fast_settings(m, n, promoted=promoted, blocks=blocks, multiprocessors=132)
+        assert chosen.block_m < 2 * max(m, 16) or chosen.block_m == 64
+        tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
+        smallest = -(-m // 64) * -(-n // 64)
+        assert tiles >= min(64, smallest) // 2
+        assert chosen.block_k == 128 or not promoted
 
 
 PLAN = ProductPlan(
@@ -278,6 +304,8 @@ PLAN = ProductPlan(
     out_descriptor=True,
     hardware=True,
     warp_specialize=False,
+    swap=False,
+    overlap=True,
 )
 
 
@@ -332,3 +360,18 @@ def test_compiled_promotion() -> None:
     ptx = ptx_of(blocks)
     assert "fma.rn.f32" in ptx
     assert "wgmma.mma_async" in ptx
+
+
+def test_compiled_with_rows_and_columns_swapped() -> None:
+    """16 rows of a are 16 columns of wgmma; the types swap with the operands."""
+    ptx = ptx_of(replace(PLAN, block_m=16, block_n=64, block_k=256, swap=True), num_warps=4)
+    assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e5m2.e4m3" in ptx
+    assert "mma.sync" not in ptx
+
+
+def test_compiled_so_that_the_next_kernel_can_start() -> None:
+    """It waits before it reads anything, and only then lets the next one start."""
+    ptx = ptx_of(PLAN)
+    waits, lets = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
+    assert waits < lets < ptx.index("cp.async.bulk.tensor")
+    assert "griddepcontrol" not in ptx_of(replace(PLAN, overlap=False))
