@@ -80,7 +80,7 @@ def quantize_blocks(
     >>> dequantize_blocks(codes, inverse_scale, block=(1, 2)).tolist()
     [[1.0, 2.0, 1024.0]]
     """
-    check_margin(margin)
+    margin = check_margin(margin)
     if margin and preset != "fp8lab":
         raise ValueError(f"margin is {margin} with preset {preset!r}; accepted: 0")
 

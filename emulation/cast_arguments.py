@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp8lab.emulation.integers import as_integer
 from fp8lab.emulation.tables import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from fp8lab.formats import TARGETS, FloatFormat
 
@@ -51,6 +52,14 @@ def rounding_named(rounding: str, fmt: FloatFormat) -> str:
     return accepted[rounding]
 
 
+def checked_bit_count(bit_count: int) -> int:
+    """How many random bits count, as a Python integer."""
+    count = as_integer(bit_count)
+    if count is None or not 1 <= count <= 32:
+        raise ValueError(f"bit_count is {bit_count!r}; accepted: an integer, 1 to 32")
+    return count
+
+
 def checked_random_bits(
     random_bits: npt.ArrayLike | None, bit_count: int, rounding: str, shape: tuple[int, ...]
 ) -> Array | None:
@@ -60,8 +69,6 @@ def checked_random_bits(
                 f"random_bits given with rounding {rounding!r}; only stochastic uses them"
             )
         return None
-    if not isinstance(bit_count, int) or not 1 <= bit_count <= 32:
-        raise ValueError(f"bit_count is {bit_count!r}; accepted: an integer, 1 to 32")
     if random_bits is None:
         raise ValueError("stochastic rounding needs random_bits: unsigned integers of x's shape")
     bits = np.asarray(random_bits)
@@ -77,16 +84,23 @@ def checked_random_bits(
     return bits.astype(np.uint32) & np.uint32((1 << bit_count) - 1)
 
 
-def checked_scale(scale: npt.ArrayLike, values: Array) -> Array:
+def numbers(name: str, given: npt.ArrayLike) -> Array:
+    """An array of real numbers: NumPy's or ml_dtypes' (whose kind is V, as that of records is)."""
+    values = np.asarray(given)
+    kind = values.dtype.kind
+    if kind not in "fiu" and not (kind == "V" and values.dtype.type is not np.void):
+        raise TypeError(f"{name} has dtype {values.dtype}; accepted: numbers")
+    return values
+
+
+def checked_scale(scale: npt.ArrayLike, values: Array, name: str = "scale") -> Array:
     wide = wide_dtype(values.dtype)
-    given = np.asarray(scale)
-    if given.dtype.kind not in "fiuV":
-        raise TypeError(f"scale has dtype {given.dtype}; accepted: numbers")
+    given = numbers(name, scale)
     with np.errstate(all="ignore"):
         factor: Array = given.astype(wide)
         if not (np.isfinite(factor) & (factor > 0)).all():
-            raise ValueError(f"scale is {scale!r}; accepted: finite values above zero (in {wide})")
-    check_broadcast("scale", factor.shape, "x", values.shape)
+            raise ValueError(f"{name} is {scale!r}; accepted: finite values above zero (in {wide})")
+    check_broadcast(name, factor.shape, "x", values.shape)
     return factor
 
 

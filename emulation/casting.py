@@ -18,9 +18,11 @@ from fp8lab.emulation.cast_arguments import (
     ROUNDINGS,
     check_broadcast,
     check_format,
+    checked_bit_count,
     checked_random_bits,
     checked_scale,
     input_array,
+    numbers,
     rounding_named,
     wide_dtype,
 )
@@ -34,7 +36,7 @@ from fp8lab.emulation.tables import (
 )
 from fp8lab.formats import TARGETS, FloatFormat, OverflowPolicy, overflow_policy
 
-__all__ = ["ROUNDINGS", "dequantize", "quantize"]
+__all__ = ["ROUNDINGS", "dequantize", "quantize", "requantize"]
 
 Array = npt.NDArray[Any]
 Cast = Callable[[Array, Array, Array | None], None]  # (values, codes, random bits), 1-D
@@ -101,6 +103,7 @@ def quantize(
     check_format(fmt)
     policy = overflow_policy(overflow, fmt)
     rounding = rounding_named(rounding, fmt)
+    bit_count = checked_bit_count(bit_count)
     bits = checked_random_bits(random_bits, bit_count, rounding, values.shape)
     factor = None if scale is None else checked_scale(scale, values)
     count = checked_threads(threads)
@@ -166,9 +169,7 @@ def dequantize(
         )
     factor = None
     if inverse_scale is not None:
-        given = np.asarray(inverse_scale)
-        if given.dtype.kind not in "fiuV":
-            raise TypeError(f"inverse_scale has dtype {given.dtype}; accepted: numbers")
+        given = numbers("inverse_scale", inverse_scale)
         with np.errstate(all="ignore"):
             factor = given.astype(np.float32)
         check_broadcast("inverse_scale", factor.shape, "codes", codes.shape)
@@ -193,6 +194,66 @@ def dequantize(
 
     run_pieces(work, codes.shape, count)
     return values.reshape(shape)
+
+
+def requantize(
+    codes: Array,
+    fmt: FloatFormat,
+    *,
+    inverse_scale: npt.ArrayLike | None = None,
+    scale: npt.ArrayLike | None = None,
+    rounding: str = "nearest_even",
+    overflow: str | OverflowPolicy = "saturate",
+    threads: int | None = None,
+) -> Array:
+    """Codes at one scale to codes at another, rounded once.
+
+    Order: y = value of the code * inverse_scale * scale in float64, where it is exact: at most 4
+    significant bits times 24 times 24, and no exponent near float64's ends. y is cast to `fmt` as
+    `quantize` casts float64. To dequantise and quantise again would round in float32 on the way,
+    and can end on another code.
+
+    Args:
+        codes: Array of an ml_dtypes FP8 type of values, of any shape.
+        fmt: The format of the result.
+        inverse_scale: What the codes are decoded with: finite and above zero, one value or an array
+            that broadcasts to the shape of codes, rounded to float32; 1 when None.
+        scale: What the result is quantised with; likewise.
+        rounding: "nearest_even" or "toward_zero".
+        overflow: As for `quantize`.
+        threads: As for `quantize`.
+
+    Returns:
+        Codes of dtype `fmt.dtype` and the shape of codes. -0 stays -0 where both formats have one,
+        a NaN code becomes the policy's positive NaN (`dequantize` gives one), an infinite one what
+        the policy makes of Inf.
+
+    Raises:
+        TypeError: codes, fmt or a factor of a type that is not accepted.
+        ValueError: A factor that is not finite and above zero or does not broadcast; another
+            rounding; an unknown policy.
+
+    >>> import numpy as np
+    >>> from fp8lab.formats import E4M3, E5M2
+    >>> codes = quantize(np.float32([1.125, 448, -2**-9]), E4M3)
+    >>> requantize(codes, E5M2, scale=2.0).view(np.uint8).tolist()
+    [64, 99, 156]
+    """
+    codes = np.asarray(codes)
+    accepted = [f for f in TARGETS.values() if f.bits == 8 and f.signed]
+    if codes.dtype not in [f.dtype for f in accepted]:
+        names = ", ".join(f.dtype_name for f in accepted)
+        raise TypeError(f"codes have dtype {codes.dtype}; accepted: {names}")
+    if rounding == "stochastic":
+        raise ValueError("rounding is 'stochastic'; accepted: nearest_even, toward_zero")
+    exact = dequantize(codes, threads=threads).astype(np.float64)
+    narrow = np.empty(codes.shape, np.float32)  # whose shape and type a factor is checked against
+    for name, given in (("inverse_scale", inverse_scale), ("scale", scale)):
+        if given is not None:
+            factor = checked_scale(given, narrow, name)
+            with np.errstate(invalid="ignore"):
+                exact = exact * factor.astype(np.float64)
+    return quantize(exact, fmt, rounding=rounding, overflow=overflow, threads=threads)
 
 
 class _Scaled:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fp8lab.emulation.amax import amax as amax_of
 from fp8lab.emulation.amax import magnitudes, merge_amax
 from fp8lab.emulation.casting import quantize
+from fp8lab.emulation.integers import as_integer
 from fp8lab.emulation.scale_rules import inverse_scale, scale_from_amax
 from fp8lab.emulation.tiling import Float32Array
 from fp8lab.formats import Float8Format, OverflowPolicy
@@ -63,8 +64,8 @@ class DelayedScalingState:
             history: L, how many steps the history holds.
             shape: () for one tensor, (n,) for n of them, ...
         """
-        check_history(history)
-        return cls(np.ones(shape, np.float32), np.zeros((history, *shape), np.float32))
+        slots = check_history(history)
+        return cls(np.ones(shape, np.float32), np.zeros((slots, *shape), np.float32))
 
     @property
     def inverse_scale(self) -> Float32Array:
@@ -186,7 +187,9 @@ def update_delayed(
         algorithm: "max", "most_recent", or a function from the (L, ...) history, slot 0 included,
             to the (...) amax.
         power_of_two: Keep sign and exponent of the scale only.
-        group_amax: What `merge_amax` gives over the slots 0 of all ranks.
+        group_amax: What `merge_amax` gives over the slots 0 of all ranks. It takes the place of
+            slot 0 as it is, also where it is smaller: the group's word is the last one, so that
+            all ranks go on with one state.
 
     Returns:
         A new state; the given one is not changed.
@@ -238,7 +241,7 @@ def resize_history(state: DelayedScalingState, history: int) -> DelayedScalingSt
     >>> resize_history(state, 3).amax_history.tolist()
     [0.0, 6.0, 7.0]
     """
-    check_history(history)
+    history = check_history(history)
     before = state.amax_history
     resized = np.zeros((history, *before.shape[1:]), np.float32)
     resized[0] = before[0]
@@ -248,10 +251,12 @@ def resize_history(state: DelayedScalingState, history: int) -> DelayedScalingSt
     return DelayedScalingState(state.scale, resized)
 
 
-def check_history(history: int) -> None:
-    """Refuse a length that is not an integer of at least 1."""
-    if not isinstance(history, int) or isinstance(history, bool) or history < 1:
-        raise ValueError(f"history is {history}; accepted: 1 and up")
+def check_history(history: int) -> int:
+    """A length as a Python integer; refuses what is not an integer of at least 1."""
+    slots = as_integer(history)
+    if slots is None or slots < 1:
+        raise ValueError(f"history is {history}; accepted: an integer, 1 and up")
+    return slots
 
 
 def _chosen_amax(

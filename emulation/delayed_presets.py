@@ -110,7 +110,7 @@ def step_delayed(
     except (KeyError, TypeError):
         accepted = ", ".join(DELAYED_PRESETS)
         raise ValueError(f"unknown preset {preset!r}; accepted: {accepted}") from None
-    check_margin(margin)
+    margin = check_margin(margin)
     check_value_format(fmt)
     if chosen.rule == "transformer_engine":
         if warm_up:

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from fp8lab.emulation.integers import as_integer
+
 PIECE = 1 << 15  # elements: a thread's scratch memory takes a third of a 2 MiB L2 cache
 
 Index = tuple[int | slice, ...]
@@ -43,9 +45,10 @@ def checked_threads(count: int | None) -> int:
     """The number of threads to use: `count`, or the default for None."""
     if count is None:
         return _default_threads
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    threads = as_integer(count)
+    if threads is None or threads < 1:
         raise ValueError(f"threads is {count!r}; accepted: an integer, 1 or more")
-    return count
+    return threads
 
 
 def pieces(shape: tuple[int, ...], limit: int = PIECE) -> Iterator[Index]:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp8lab.emulation.integers import as_integer
+
 Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint32]
 
@@ -95,7 +97,7 @@ def randint4x(seed: int, offset: npt.ArrayLike, *, rounds: int = ROUNDS) -> list
     return philox((low, high, zero, zero), key, rounds=rounds)
 
 
-def random_words(seed: int, shape: int | tuple[int, ...], *, offset: int = 0) -> Words:
+def random_words(seed: int, shape: int | Sequence[int], *, offset: int = 0) -> Words:
     """One random word for each element of a tensor: what stochastic rounding takes as random bits.
 
     Element i, counted in C order, takes word i % 4 of `randint4x(seed, offset + i // 4)`, with
@@ -116,25 +118,44 @@ def random_words(seed: int, shape: int | tuple[int, ...], *, offset: int = 0) ->
         uint32 array of that shape.
 
     Raises:
-        TypeError, ValueError: As `randint4x`; or an offset that is negative or leaves 64 bits.
+        TypeError, ValueError: As `randint4x`; a shape that is none; or an offset that is negative
+            or leaves 64 bits.
 
     >>> [hex(int(word)) for word in random_words(0, 6)[:2]]
     ['0x6627e8d5', '0xe169c58d']
     """
-    dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
+    dimensions = _dimensions(shape)
     size = math.prod(dimensions)
     groups = -(-size // 4)
-    if not isinstance(offset, int) or offset < 0 or offset + groups > 1 << 63:
+    first = as_integer(offset)
+    if first is None or first < 0 or first + groups > 1 << 63:
         raise ValueError(f"offset is {offset!r}; accepted: an integer from 0 to 2**63 - {groups}")
-    places = np.arange(offset, offset + groups, dtype=np.int64)
+    places = np.arange(first, first + groups, dtype=np.int64)
     words = np.stack(randint4x(seed, places), axis=-1)
     return words.reshape(-1)[:size].reshape(dimensions)
 
 
+def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
+    accepted = "an integer, or a sequence of them, each 0 or more"
+    alone = as_integer(shape)
+    try:
+        given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"shape is {shape!r}; accepted: {accepted}") from None
+    sizes = [as_integer(size) for size in given]
+    if None in sizes:
+        raise TypeError(f"shape is {shape!r}; accepted: {accepted}")
+    found = tuple(size for size in sizes if size is not None)
+    if any(size < 0 for size in found):
+        raise ValueError(f"shape is {shape!r}; accepted: {accepted}")
+    return found
+
+
 def _key(seed: int) -> tuple[int, int]:
-    if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
+    number = as_integer(seed)
+    if number is None:
         raise TypeError(f"seed is {seed!r}; accepted: an integer")
-    if not -(1 << 63) <= seed < 1 << 64:
+    if not -(1 << 63) <= number < 1 << 64:
         raise ValueError(f"seed is {seed}; accepted: -2**63 to 2**64 - 1")
-    unsigned = int(seed) % (1 << 64)
+    unsigned = number % (1 << 64)
     return unsigned & 0xFFFFFFFF, unsigned >> 32

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8lab.emulation.amax import magnitudes
+from fp8lab.emulation.integers import as_integer
 from fp8lab.emulation.tiling import Float32Array
 from fp8lab.formats import Float8Format
 
@@ -57,7 +58,7 @@ def scale_from_amax(
     >>> scale_from_amax([3.0, 3.5], E4M3, margin=1, power_of_two=True).tolist()
     [64.0, 64.0]
     """
-    check_margin(margin)
+    margin = check_margin(margin)
     check_value_format(fmt)
     largest = magnitudes("amax", amax)
     with np.errstate(over="ignore"):
@@ -229,10 +230,12 @@ def cleared_mantissa(scale: npt.ArrayLike) -> Float32Array:
     return words.view(np.float32)
 
 
-def check_margin(margin: int) -> None:
-    """Refuse a margin that is not an integer of at least 0."""
-    if not isinstance(margin, int) or isinstance(margin, bool) or margin < 0:
+def check_margin(margin: int) -> int:
+    """A margin as a Python integer; refuses what is not an integer of at least 0."""
+    powers = as_integer(margin)
+    if powers is None or powers < 0:
         raise ValueError(f"margin is {margin!r}; accepted: an integer, 0 or more (powers of two)")
+    return powers
 
 
 def check_value_format(fmt: Float8Format) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fp8lab.emulation.integers import as_integer
+
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 Block = tuple[int | None, int | None]
@@ -140,12 +142,13 @@ def _checked_block(block: Block) -> Block:
     accepted = "(rows, columns), each an integer of at least 1, or None for the whole dimension"
     if not isinstance(block, tuple | list) or len(block) != 2:
         raise TypeError(f"block is {block!r}; accepted: {accepted}")
-    for size in block:
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+    sizes = [None if size is None else as_integer(size) for size in block]
+    for size, found in zip(block, sizes, strict=True):
+        if size is not None and found is None:
             raise TypeError(f"block is {block!r}; accepted: {accepted}")
-        if size is not None and size < 1:
+        if found is not None and found < 1:
             raise ValueError(f"block is {block!r}; accepted: {accepted}")
-    return block[0], block[1]
+    return sizes[0], sizes[1]
 
 
 def _spans(size: int, block: int) -> Iterator[tuple[int, int, int, slice]]:

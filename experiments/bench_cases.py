@@ -12,13 +12,20 @@ import torch
 from fp8lab.experiments.kernel_variants import (
     CAST_SETTINGS,
     DECODE_SETTINGS,
+    PAIR_SETTINGS,
     ROW_SETTINGS,
     SMALL_TILE_SETTINGS,
     TILE_SETTINGS,
 )
 from fp8lab.formats import E4M3
 from fp8lab.kernels import casting, scaling
-from fp8lab.kernels.launch import CastSettings, RowSettings, TileSettings
+from fp8lab.kernels.launch import (
+    BLOCK_TILES,
+    CastSettings,
+    PairSettings,
+    RowSettings,
+    TileSettings,
+)
 
 COLUMNS = 1 << 14
 TENSORS, HISTORY = 1000, 1024
@@ -82,11 +89,17 @@ def large_cases(elements: int, *, compiled_peers: bool) -> list[Case]:
     return cases
 
 
+def peer_cases(elements: int) -> list[Case]:
+    """What torch.compile makes, alone: it is compiled for the very shapes that are timed."""
+    return _compiled_peers(Inputs.of(elements))
+
+
 def _casts(have: Inputs) -> list[Case]:
     x, wide, n = have.x, have.wide, have.x.numel()
     options: dict[str, Any] = {"scale": have.scale, "amax_out": have.largest}
     integer = CastSettings(cast_path="integer")
     odd = x.flatten()[:-1]
+    shifted = x.flatten()[1:]
 
     def current() -> torch.Tensor:
         scale = scaling.scale_from_amax(scaling.amax(x), E4M3)
@@ -97,6 +110,12 @@ def _casts(have: Inputs) -> list[Case]:
         _ours("cast with amax, float32", n, 5 * n, lambda: casting.quantize(wide, E4M3, **options)),
         _ours(
             "cast with amax, odd size", n - 1, 3 * n, lambda: casting.quantize(odd, E4M3, **options)
+        ),
+        _ours(
+            "cast with amax, not at 16 bytes",
+            n - 1,
+            3 * n,
+            lambda: casting.quantize(shifted, E4M3, **options),
         ),
         _ours(
             "cast with amax, integer operations",
@@ -131,6 +150,7 @@ def _blocks(have: Inputs) -> list[Case]:
     x, n = have.x, have.x.numel()
     height, width = x.shape
     both = scaling.quantize_blocks_with_transpose
+    odd = x[:-8]  # no whole tiles
     square, lines = (128, 128), (1, None)
     return [
         _ours("blocks 1x128, both", n, 4 * n + 8 * (n // 128), lambda: both(x, E4M3)),
@@ -151,6 +171,18 @@ def _blocks(have: Inputs) -> list[Case]:
             n,
             4 * n + 2 * (n // 32),
             lambda: scaling.quantize_mx_with_transpose(x, E4M3),
+        ),
+        _ours(
+            "MX, both, odd size",
+            odd.numel(),
+            4 * odd.numel() + 2 * (n // 32),
+            lambda: scaling.quantize_mx_with_transpose(odd, E4M3),
+        ),
+        _ours(
+            "blocks 1x128, both, odd size",
+            odd.numel(),
+            4 * odd.numel() + 8 * (n // 128),
+            lambda: both(odd, E4M3),
         ),
         _ours(
             "blocks 1x128, one",
@@ -303,6 +335,15 @@ def tuning_cases(elements: int) -> list[Case]:
                 ("blocks 128x128, both", 4, by_tile, partial(both, x, E4M3, block=(128, 128))),
                 ("blocks 1x128", 3.03125, by_tile, partial(scaling.quantize_blocks, x, E4M3)),
             ]
+    for pairs in PAIR_SETTINGS:
+        tile = TileSettings(pairs=(pairs,))
+        by_pairs = scaling.BlockSettings(tiles=tile)
+        tried += [
+            ("transpose", 4, tile, partial(casting.quantize_with_transpose, x, E4M3, **options)),
+            ("MX, both", 4.0625, by_pairs, partial(scaling.quantize_mx_with_transpose, x, E4M3)),
+        ]
+        if pairs.columns >= 128:
+            tried.append(("blocks 1x128, both", 4.0625, by_pairs, partial(both, x, E4M3)))
     for row in ROW_SETTINGS:
         by_row = partial(scaling.quantize_blocks, x, E4M3, block=(1, None), power_of_two=False)
         tried.append(("row-wise", 3, scaling.BlockSettings(rows=row), by_row))
@@ -319,15 +360,19 @@ def tuning_cases(elements: int) -> list[Case]:
 
 def _short(settings: Any) -> str:
     if isinstance(settings, scaling.BlockSettings):
-        tile = settings.tiles != TileSettings() or settings.rows == RowSettings()
+        tile = settings.tiles != BLOCK_TILES or settings.rows == RowSettings()
         return _short(settings.tiles if tile else settings.rows)
     if isinstance(settings, TileSettings):
-        limit = f" r{settings.registers}" if settings.registers else ""
-        return (
-            f"{settings.rows}x{settings.columns} w{settings.num_warps} band{settings.band}{limit}"
-        )
+        if settings.pairs:
+            return "pairs " + _of_tile(settings.pairs[0])
+        return _of_tile(settings, f" band{settings.band}")
     path = "" if settings.cast_path == "auto" else f" {settings.cast_path}"
     return f"{settings.block} w{settings.num_warps}{path}"
+
+
+def _of_tile(settings: TileSettings | PairSettings, order: str = "") -> str:
+    limit = f" r{settings.registers}" if settings.registers else ""
+    return f"{settings.rows}x{settings.columns} w{settings.num_warps}{order}{limit}"
 
 
 def _ours(name: str, elements: int, size: int, call: Callable[[], Any]) -> Case:

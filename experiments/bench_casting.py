@@ -12,11 +12,13 @@ the repeats is reported, with the smallest and the largest.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.bench_cases import Case, large_cases, small_cases, tuning_cases
+from fp8lab.experiments.bench_cases import Case, large_cases, peer_cases, small_cases, tuning_cases
 from fp8lab.experiments.kernel_variants import in_processes
 from fp8lab.records import environment, to_json
 
@@ -32,6 +34,7 @@ ELEMENTS = 1 << 28
 FEW = 1 << 23  # enough for whole tiles
 REPEATS = 3
 LAUNCHES = 10
+PEERS = 4  # of torch.compile
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,11 @@ def bench(elements: int, *, compiled_peers: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def tune(elements: int) -> list[dict[str, Any]]:
-    """Rows of every candidate setting of every kernel."""
-    cases = tuning_cases(elements)
+def tune(elements: int, only: str = "") -> list[dict[str, Any]]:
+    """Rows of the device copy and of every candidate setting whose name has `only` (a regular
+    expression) in it.
+    """
+    cases = _chosen(tuning_cases(elements), only)
     return [
         result.row(case) for case, result in zip(cases, measure(cases, cases[0], 2), strict=True)
     ]
@@ -154,9 +159,20 @@ def compile_large(share: int, shares: int) -> int:
     return _run(large_cases(FEW, compiled_peers=False)[share::shares])
 
 
-def compile_tuned(share: int, shares: int) -> int:
+def compile_all(share: int, shares: int, elements: int = ELEMENTS) -> int:
+    """The same, and a share of what torch.compile makes."""
+    mine = range(share, PEERS, shares)
+    peers = [peer_cases(elements)[place] for place in mine] if mine else []
+    return compile_large(share, shares) + _run(peers)
+
+
+def compile_tuned(share: int, shares: int, only: str = "") -> int:
     """The same of the candidate settings."""
-    return _run(tuning_cases(FEW)[share::shares])
+    return _run(_chosen(tuning_cases(FEW), only)[share::shares])
+
+
+def _chosen(cases: list[Case], only: str) -> list[Case]:
+    return cases[:1] + [case for case in cases[1:] if re.search(only, f"{case.name} {case.kind}")]
 
 
 def _run(cases: list[Case]) -> int:
@@ -198,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of rows.jsonl")
     parser.add_argument("--tune", action="store_true", help="compare launch settings")
+    parser.add_argument("--only", default="", help="with --tune: a regular expression of names")
     parser.add_argument(
         "--elements", type=int, default=ELEMENTS, help="of a large case: a multiple of 2**22"
     )
@@ -207,9 +224,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA device to measure")
     if arguments.jobs > 1:
-        in_processes(compile_tuned if arguments.tune else compile_large, arguments.jobs)
+        with_peers = partial(compile_all, elements=arguments.elements)
+        large = compile_large if arguments.no_compiled_peers else with_peers
+        tuned = partial(compile_tuned, only=arguments.only)
+        in_processes(tuned if arguments.tune else large, arguments.jobs)
     if arguments.tune:
-        rows = tune(arguments.elements)
+        rows = tune(arguments.elements, arguments.only)
     else:
         rows = bench(arguments.elements, compiled_peers=not arguments.no_compiled_peers)
     common = {

@@ -5,7 +5,8 @@
     compute-sanitizer --tool racecheck python -m fp8lab.experiments.kernel_variants
 
 With several jobs, processes share the calls: Triton keeps what they compile on disk, so that what
-runs next finds it there. On a machine without a GPU, set TRITON_INTERPRET=1.
+runs next finds it there; with --settings, so do the tests, which call it before they begin. On a
+machine without a GPU, set TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from multiprocessing import get_context
 from typing import Any
 
@@ -27,6 +28,7 @@ from fp8lab.kernels import casting, scaling
 from fp8lab.kernels.launch import (
     CastSettings,
     DecodeSettings,
+    PairSettings,
     RowSettings,
     TileSettings,
     interpreted,
@@ -34,6 +36,9 @@ from fp8lab.kernels.launch import (
 from fp8lab.kernels.scaling_rules import Block
 
 Call = tuple[str, Callable[[], Any]]
+
+# Whole tiles, and none.
+SETTING_SHAPES = ((512, 1024), (300, 1021), (1023, 272))
 
 # One line each: the settings under which every result must have the same bits.
 CAST_SETTINGS = tuple(
@@ -68,6 +73,23 @@ SMALL_TILE_SETTINGS = tuple(
         (256, 64, 8, 1),
     )
 )
+# For the kernel that takes bfloat16 by pairs.
+PAIR_SETTINGS = tuple(
+    PairSettings(rows, columns, warps, registers)
+    for rows, columns, warps, registers in (
+        (256, 64, 4, None),
+        (128, 64, 2, None),
+        (128, 64, 4, None),
+        (64, 128, 4, None),
+        (128, 128, 4, None),
+        (128, 128, 8, None),
+        (128, 128, 8, 80),
+        (256, 128, 8, 96),
+        (256, 128, 8, 128),
+        (256, 128, 16, None),
+        (512, 64, 8, None),
+    )
+)
 ROW_SETTINGS = tuple(
     RowSettings(block, warps, longest=longest)
     for block, warps, longest in (
@@ -95,6 +117,52 @@ def launches(device: str) -> Iterator[Call]:
         "update in place",
         partial(scaling.update_delayed_, state, E5M2, algorithm="most_recent"),
     )
+    for preset, warm_up in product(("torchao", "ms_amp"), (False, True)):
+        step = partial(scaling.step_delayed, state, group, E4M3, preset=preset, warm_up=warm_up)
+        yield f"step {preset} {warm_up}", step
+    yield "step in place", partial(scaling.step_delayed_, state, group, E4M3, preset="ms_amp")
+    yield "step merged", partial(scaling.step_delayed, state, group, E4M3)
+
+
+def settings_launches(device: str) -> Iterator[Call]:
+    """(name, call) for each launch setting, on what the tests that compare settings cast."""
+    for shape, dtype in product(SETTING_SHAPES, (torch.float32, torch.bfloat16)):
+        x = torch.ones(shape, dtype=dtype, device=device)
+        for name, call in _of_settings(x):
+            yield f"{name} {shape} {dtype}", call
+
+
+def _of_settings(x: torch.Tensor) -> Iterator[Call]:
+    both = scaling.quantize_blocks_with_transpose
+    both_mx = scaling.quantize_mx_with_transpose
+    options: dict[str, Any] = {"scale": 0.7, "amax_out": torch.zeros(1, device=x.device)}
+    for tile in (*SMALL_TILE_SETTINGS, *TILE_SETTINGS):
+        how = scaling.BlockSettings(tiles=tile)
+        yield (
+            "transpose",
+            partial(casting.quantize_with_transpose, x, E4M3, settings=tile, **options),
+        )
+        yield "MX, both", partial(both_mx, x, E4M3, settings=how)
+        yield "MX", partial(scaling.quantize_mx, x, E4M3, settings=how)
+        yield "blocks", partial(scaling.quantize_blocks, x, E4M3, block=(1, 64), settings=how)
+        if tile in TILE_SETTINGS:
+            for power in (True, False):
+                told: dict[str, Any] = {"power_of_two": power, "settings": how}
+                yield "1x128", partial(both, x, E4M3, block=(1, 128), **told)
+                yield "128x128", partial(both, x, E5M2, block=(128, 128), **told)
+                yield "lines", partial(both, x, E4M3, block=(1, None), **told)
+    if x.dtype == torch.bfloat16:
+        whole = [p for p in PAIR_SETTINGS if not (x.shape[0] % p.rows or x.shape[1] % p.columns)]
+        for pairs in whole:
+            tile = TileSettings(pairs=(pairs,))
+            by_pairs = scaling.BlockSettings(tiles=tile)
+            length = min(128, pairs.columns, pairs.rows)
+            yield (
+                "pairs",
+                partial(casting.quantize_with_transpose, x, E4M3, settings=tile, **options),
+            )
+            yield "pairs, MX", partial(both_mx, x, E4M3, settings=by_pairs)
+            yield "pairs, blocks", partial(both, x, E4M3, block=(1, length), settings=by_pairs)
 
 
 def _of_input(x: torch.Tensor) -> Iterator[Call]:
@@ -149,15 +217,17 @@ def _of_codes(x: torch.Tensor) -> Iterator[Call]:
     yield "MX scales", partial(scaling.mx_scale, largest, E4M3)
 
 
-def run(share: int = 0, shares: int = 1, only: str = "") -> int:
+def run(share: int = 0, shares: int = 1, only: str = "", *, settings: bool = False) -> int:
     """Make every `shares`-th call, from call `share` on; return how many that were.
 
     Args:
         only: A regular expression: what is searched for in a call's name.
+        settings: Whether to make the calls of every launch setting too.
     """
     device = "cpu" if interpreted() else "cuda"
     made = 0
-    for place, (name, call) in enumerate(launches(device)):
+    calls = chain(launches(device), settings_launches(device) if settings else ())
+    for place, (name, call) in enumerate(calls):
         if place % shares == share and re.search(only, name):
             call()
             made += 1
@@ -177,11 +247,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--only", default="", help="regular expression of names, for one process")
+    parser.add_argument("--settings", action="store_true", help="every launch setting too")
     arguments = parser.parse_args()
+    every = partial(run, settings=arguments.settings)
     if arguments.jobs == 1:
-        made = run(only=arguments.only)
+        made = every(only=arguments.only)
     else:
-        made = in_processes(run, min(arguments.jobs, os.cpu_count() or 1))
+        made = in_processes(every, min(arguments.jobs, os.cpu_count() or 1))
     print(f"{made} calls")
 
 

@@ -21,7 +21,7 @@ from fp8lab.kernels.casting_matrix import (
     quantize_tiles,
 )
 from fp8lab.kernels.casting_rules import FORMAT_OF, ROUNDINGS, cast_rule, check_format, decode_rule
-from fp8lab.kernels.checks import check_one_element, check_tensor
+from fp8lab.kernels.checks import as_integer, check_one_element, check_tensor
 from fp8lab.kernels.launch import (
     TRANSPOSE_TILES,
     CastSettings,
@@ -102,7 +102,7 @@ def quantize(
         bit_count=bit_count,
     )
     factor = checked_factor("scale", scale, x.device)
-    check_seed(seed, offset, rounding, x)
+    seed, offset = checked_seed(seed, offset, rounding, x)
     if amax_out is not None:
         check_one_element("amax_out", amax_out, x.device)
     # As bytes: Triton refuses pointers to formats that a device does not convert.
@@ -166,7 +166,7 @@ def quantize_with_transpose(
         bit_count=bit_count,
     )
     factor = checked_factor("scale", scale, x.device)
-    check_seed(seed, offset, rounding, x)
+    seed, offset = checked_seed(seed, offset, rounding, x)
     if amax_out is not None:
         check_one_element("amax_out", amax_out, x.device)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
@@ -239,7 +239,7 @@ def requantize(
     """Codes at one scale to codes at another, rounded once.
 
     Order: the code's value times inverse_scale times scale, exact (at most 52 bits, in float64);
-    rounded once to `fmt`. Bit for bit `fp8lab.emulation.casting.quantize` of that float64.
+    rounded once to `fmt`. Bit for bit `fp8lab.emulation.casting.requantize`.
 
     Args:
         codes: float8_e4m3fn, float8_e5m2 or their FNUZ forms, any shape, contiguous; may be empty.
@@ -252,7 +252,8 @@ def requantize(
         settings: How the kernel is launched, and which form of the cast it takes.
 
     Returns:
-        Codes of the same shape. A NaN code becomes the policy's NaN, Inf what it makes of Inf.
+        Codes of the same shape. A NaN code becomes the policy's positive NaN, Inf what it makes of
+        Inf.
 
     Raises:
         TypeError, ValueError: As `quantize`.
@@ -284,18 +285,20 @@ def requantize(
     return result.view(getattr(torch, fmt.dtype_name))
 
 
-def check_seed(
+def checked_seed(
     seed: int | torch.Tensor | None, offset: int, rounding: str, x: torch.Tensor
-) -> None:
-    """Refuse a seed that is missing, not asked for, or not of 64 bits.
+) -> tuple[int | torch.Tensor | None, int]:
+    """Seed and offset as a kernel takes them.
 
     Raises:
-        TypeError: A seed that is no integer. ValueError: The rest.
+        TypeError: A seed that is no integer.
+        ValueError: One that is missing, not asked for, or not of 64 bits; or an offset that is
+            negative or leaves 64 bits.
     """
     if rounding != "stochastic":
         if seed is not None:
             raise ValueError(f"seed given with rounding {rounding!r}; only stochastic uses it")
-        return
+        return None, 0
     if isinstance(seed, torch.Tensor):
         check_tensor("seed", seed, (torch.int64,))
         if seed.numel() != 1 or seed.device != x.device:
@@ -305,13 +308,18 @@ def check_seed(
             )
     elif seed is None:
         raise ValueError("stochastic rounding needs a seed: an integer, or an int64 tensor")
-    elif not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed is {seed!r}; accepted: an integer or an int64 tensor")
-    elif not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"seed is {seed}; accepted: -2**63 to 2**64 - 1")
+    else:
+        number = as_integer(seed)
+        if number is None:
+            raise TypeError(f"seed is {seed!r}; accepted: an integer or an int64 tensor")
+        if not -(1 << 63) <= number < 1 << 64:
+            raise ValueError(f"seed is {seed}; accepted: -2**63 to 2**64 - 1")
+        seed = number
     groups = triton.cdiv(x.numel(), 4)
-    if not isinstance(offset, int) or not 0 <= offset <= (1 << 63) - 1 - groups:
+    first = as_integer(offset)
+    if first is None or not 0 <= first <= (1 << 63) - 1 - groups:
         raise ValueError(f"offset is {offset!r}; accepted: an integer from 0 to 2**63 - {groups}")
+    return seed, first
 
 
 def checked_factor(

@@ -158,7 +158,11 @@ def requantize_kernel(
         y = _rounded_to_odd(exact)
     else:
         y = as_bits(value)
-    tl.store(as_words(result) + places, cast_to_codes(y, as_bits(value), None, RULE), mask=inside)
+    signs = as_bits(value)
+    if RULE.keep_nan_sign:
+        # A NaN that was decoded is positive.
+        signs = tl.where((signs & MAGNITUDE) > INFINITY, MAGNITUDE, signs)
+    tl.store(as_words(result) + places, cast_to_codes(y, signs, None, RULE), mask=inside)
 
 
 @triton.jit

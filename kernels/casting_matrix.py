@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from fp8lab.kernels.casting_pairs import launch_pairs, pairs_for
 from fp8lab.kernels.casting_rules import CastRule
 from fp8lab.kernels.casting_tiles import quantize_tiles_kernel
 from fp8lab.kernels.checks import check_tensor
@@ -83,12 +84,20 @@ def quantize_tiles(
             one a column of x), "blocks" (from the amax of each block, by `scaling`).
         block: For "blocks": those of codes. Those of codes_t, seen in x, have rows and columns
             swapped.
-        kept: For "blocks": (blocks down, blocks across), of any strides.
+        kept: For "blocks": (blocks down, blocks across); of any strides, but the blocks of all rows
+            side by side where a block is of one row.
         kept_t: For "blocks" that are not square: (blocks across codes_t's rows, down), as if made
             for x.t().
         amax_out: As for `quantize`.
         settings: How it is launched.
     """
+    if scales in ("one", "blocks") and codes is not None and codes_t is not None:
+        pairs = pairs_for(x, cast.rule, scaling, block, settings.pairs)
+        if pairs is not None:
+            launch_pairs(
+                x, cast.rule, codes, codes_t, scaling, block, kept, kept_t, scale, amax_out, pairs
+            )
+            return
     height, width = x.shape
     even = height % settings.rows == 0 and width % settings.columns == 0
     down, across = (0, 0) if kept is None else kept.stride()

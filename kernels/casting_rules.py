@@ -16,6 +16,7 @@ from fp8lab.formats import (
     OverflowPolicy,
     overflow_policy,
 )
+from fp8lab.kernels.checks import as_integer
 from fp8lab.kernels.launch import CastPath, interpreted
 
 FORMATS = (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)
@@ -111,7 +112,8 @@ def _cast_rule(
     check_format(fmt)
     if rounding not in ROUNDINGS:
         raise ValueError(f"unknown rounding {rounding!r}; accepted: {', '.join(ROUNDINGS)}")
-    if not isinstance(bit_count, int) or not 1 <= bit_count <= 32:
+    count = as_integer(bit_count)
+    if count is None or not 1 <= count <= 32:
         raise ValueError(f"bit_count is {bit_count!r}; accepted: an integer, 1 to 32")
     policy = overflow_policy(overflow, fmt)
     nan_code = fmt.nan_code
@@ -132,7 +134,7 @@ def _cast_rule(
         keep_nan_sign=policy.nan_sign == "kept",
         negative_zero=fmt.has_negative_zero,
         rounding=rounding,
-        bit_count=bit_count,
+        bit_count=count,
     )
 
 

@@ -94,6 +94,7 @@ def quantize_tiles_kernel(
         tl.atomic_max(as_words(amax_out), largest, sem="relaxed")
 
     # One factor for each of the four blocks, and the same for the transposed codes.
+    MX: tl.constexpr = SCALES == "blocks" and SCALING.is_mx
     ONE_WAY: tl.constexpr = (SCALES == "one" or SCALES == "columns") or (
         SCALES == "blocks" and BLOCK_ROWS == T_BLOCK_ROWS and BLOCK_COLUMNS == T_BLOCK_COLUMNS
     )
@@ -134,10 +135,10 @@ def quantize_tiles_kernel(
         r2 = _random(seed, offset, top, left, 2, width, QUARTER, COLUMNS)
         r3 = _random(seed, offset, top, left, 3, width, QUARTER, COLUMNS)
     if codes is not None or ONE_WAY:
-        c0 = _cast(b0, f0, r0, RULE)
-        c1 = _cast(b1, f1, r1, RULE)
-        c2 = _cast(b2, f2, r2, RULE)
-        c3 = _cast(b3, f3, r3, RULE)
+        c0 = _cast(b0, f0, r0, MX, RULE)
+        c1 = _cast(b1, f1, r1, MX, RULE)
+        c2 = _cast(b2, f2, r2, MX, RULE)
+        c3 = _cast(b3, f3, r3, MX, RULE)
     if codes is not None:
         out = as_words(codes) + top * width + left
         _store(out, c0, 0, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
@@ -146,10 +147,10 @@ def quantize_tiles_kernel(
         _store(out, c3, 3, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
     if codes_t is not None:
         if not ONE_WAY:
-            c0 = _cast(b0, t0, r0, RULE)
-            c1 = _cast(b1, t1, r1, RULE)
-            c2 = _cast(b2, t2, r2, RULE)
-            c3 = _cast(b3, t3, r3, RULE)
+            c0 = _cast(b0, t0, r0, MX, RULE)
+            c1 = _cast(b1, t1, r1, MX, RULE)
+            c2 = _cast(b2, t2, r2, MX, RULE)
+            c3 = _cast(b3, t3, r3, MX, RULE)
         words = tl.trans(_words_down(c0, c1, c2, c3))
         down_words = codes_t.to(tl.pointer_type(tl.uint32), bitcast=True)
         column = tl.arange(0, COLUMNS)[:, None]
@@ -246,14 +247,13 @@ def _store(
 
 
 @triton.jit
-def _cast(bits, factor, random, RULE: tl.constexpr):
+def _cast(bits, factor, random, MX: tl.constexpr, RULE: tl.constexpr):
     y = bits
     if factor is not None:
         y = as_bits(as_floats(bits) * factor)
-        if RULE.keep_nan_sign:
-            # What a NaN factor (MX's) alone makes a NaN has no sign to keep.
-            made = ((y & MAGNITUDE) > INFINITY) & ((bits & MAGNITUDE) <= INFINITY)
-            bits = tl.where(made, 0, bits)
+        if RULE.keep_nan_sign and MX:
+            # Every NaN of MX is its block's, and positive.
+            bits = tl.where((y & MAGNITUDE) > INFINITY, 0, bits)
     return cast_four_to_codes(y, bits, random, RULE)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -38,6 +40,16 @@ def check_tensor(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; accepted:"
             " contiguous tensors (call .contiguous() first)"
         )
+
+
+def as_integer(value: Any) -> int | None:
+    """The Python integer that a value is (NumPy's count too), or None; booleans are none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def check_like(name: str, tensor: torch.Tensor, first_name: str, first: torch.Tensor) -> None:

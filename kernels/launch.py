@@ -31,6 +31,11 @@ def check_path(path: str) -> None:
         raise ValueError(f"unknown cast_path {path!r}; accepted: {accepted}")
 
 
+def _check_power_of_two(name: str, value: int, smallest: int, largest: int) -> None:
+    if not smallest <= value <= largest or value & (value - 1):
+        raise ValueError(f"{name} is {value}; accepted: powers of two from {smallest} to {largest}")
+
+
 @dataclass(frozen=True)
 class ElementwiseSettings:
     """How an elementwise kernel is launched. No setting changes a bit of any result.
@@ -48,8 +53,7 @@ class ElementwiseSettings:
             ("block", self.block, 1 << 20),
             ("num_warps", self.num_warps, 32),
         ):
-            if not 1 <= value <= largest or value & (value - 1):
-                raise ValueError(f"{name} is {value}; accepted: powers of two from 1 to {largest}")
+            _check_power_of_two(name, value, 1, largest)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,37 @@ class DecodeSettings(CastSettings):
 
 
 @dataclass(frozen=True)
+class PairSettings:
+    """How the kernel that takes bfloat16 by pairs is launched (`casting_pairs`).
+
+    Attributes:
+        rows: Of a tile; a power of two, 64 to 512, and no smaller than a block of scales.
+        columns: Likewise, 64 to 256.
+        num_warps: Warps a program has, a power of two up to 32.
+        registers: The most registers a thread may take; None leaves it to the compiler.
+    """
+
+    rows: int = 256
+    columns: int = 128
+    num_warps: int = 8
+    registers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, smallest, largest in (
+            ("rows", self.rows, 64, 512),
+            ("columns", self.columns, 64, 256),
+            ("num_warps", self.num_warps, 1, 32),
+        ):
+            _check_power_of_two(name, value, smallest, largest)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What goes to the launch beside the tile's size."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.num_warps, **limit}
+
+
+@dataclass(frozen=True)
 class TileSettings:
     """How a kernel that works on tiles of a matrix is launched. No setting changes a bit.
 
@@ -90,6 +125,9 @@ class TileSettings:
             that neighbours in both outputs are written at about the same time. 1 goes along rows.
         registers: The most registers a thread may take; None leaves it to the compiler.
         cast_path: As in `CastSettings`.
+        pairs: Where both layouts are wanted of a bfloat16 matrix that whole tiles of one of these
+            fill, the first such one, and the kernel of `casting_pairs`; see there what else it
+            wants. Empty for the tile kernel always.
     """
 
     rows: int = 128
@@ -98,6 +136,7 @@ class TileSettings:
     band: int = 1
     registers: int | None = None
     cast_path: CastPath = "auto"
+    pairs: tuple[PairSettings, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, smallest, largest in (
@@ -105,10 +144,7 @@ class TileSettings:
             ("columns", self.columns, 16, 256),
             ("num_warps", self.num_warps, 1, 32),
         ):
-            if not smallest <= value <= largest or value & (value - 1):
-                raise ValueError(
-                    f"{name} is {value}; accepted: powers of two from {smallest} to {largest}"
-                )
+            _check_power_of_two(name, value, smallest, largest)
         if self.band < 1:
             raise ValueError(f"band is {self.band}; accepted: 1 and up")
         check_path(self.cast_path)
@@ -120,9 +156,13 @@ class TileSettings:
         return {"num_warps": self.num_warps, **limit}
 
 
-# The fastest on an H200 where no block of 128 x 128 has to fit: one scale, and MX.
-TRANSPOSE_TILES = TileSettings(256, 64, 8)
-MX_TILES = TileSettings(128, 64, 4, 8)
+# The fastest on an H200: for one scale, for blocks up to 128 x 128, for MX.
+TRANSPOSE_TILES = TileSettings(
+    256, 64, 8, pairs=(PairSettings(256, 128, 8, 96), PairSettings(128, 128, 8, 80))
+)
+_PAIRS = (PairSettings(256, 128, 8, 128), PairSettings(128, 128, 8, 80))
+BLOCK_TILES = TileSettings(pairs=_PAIRS)
+MX_TILES = TileSettings(128, 64, 4, 8, pairs=_PAIRS)
 
 
 @dataclass(frozen=True)

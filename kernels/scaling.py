@@ -1,7 +1,7 @@
 """Scales on the device: the Triton twins of `fp8lab.emulation.scaling`, under its names.
 
-The names live by topic in `scaling_scales`, `scaling_blocks`, `scaling_mx` and `scaling_delayed`;
-this module offers them all.
+The names live by topic in `scaling_scales`, `scaling_blocks`, `scaling_mx`, `scaling_delayed` and
+`scaling_presets`; this module offers them all.
 """
 
 from fp8lab.kernels.scaling_blocks import (
@@ -23,6 +23,12 @@ from fp8lab.kernels.scaling_mx import (
     quantize_mx,
     quantize_mx_with_transpose,
 )
+from fp8lab.kernels.scaling_presets import (
+    DELAYED_PRESETS,
+    DelayedPreset,
+    step_delayed,
+    step_delayed_,
+)
 from fp8lab.kernels.scaling_rules import CURRENT_PRESETS, MX_ROUNDINGS
 from fp8lab.kernels.scaling_scales import (
     amax,
@@ -36,10 +42,12 @@ from fp8lab.kernels.scaling_scales import (
 __all__ = [
     "ALGORITHMS",
     "CURRENT_PRESETS",
+    "DELAYED_PRESETS",
     "MX_BLOCK",
     "MX_ROUNDINGS",
     "BlockSettings",
     "BothLayouts",
+    "DelayedPreset",
     "DelayedScalingState",
     "amax",
     "amax_of_lines",
@@ -54,6 +62,8 @@ __all__ = [
     "quantize_mx_with_transpose",
     "record_amax",
     "scale_from_amax",
+    "step_delayed",
+    "step_delayed_",
     "update_delayed",
     "update_delayed_",
 ]

@@ -8,15 +8,16 @@ takes in one call; and one launch moves all of them on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 
 from fp8lab.formats import Float8Format
-from fp8lab.kernels.checks import check_tensor
+from fp8lab.kernels.checks import as_integer, check_tensor
 from fp8lab.kernels.launch import launch
 from fp8lab.kernels.scaling_device import update_delayed_kernel
-from fp8lab.kernels.scaling_rules import scale_rule
+from fp8lab.kernels.scaling_rules import ScaleRule, scale_rule
 
 ALGORITHMS = ("max", "most_recent")
 # Slots times tensors that a program holds, and tensors: 8 float32 are a sector of memory.
@@ -52,10 +53,11 @@ class DelayedScalingState:
             shape: () for one tensor, (n,) for n of them, ...
             device: Where the state lives.
         """
-        if not isinstance(history, int) or isinstance(history, bool) or history < 1:
-            raise ValueError(f"history is {history}; accepted: 1 and up")
+        slots = as_integer(history)
+        if slots is None or slots < 1:
+            raise ValueError(f"history is {history}; accepted: an integer, 1 and up")
         ones = torch.ones(shape, dtype=torch.float32, device=device)
-        return cls(ones, torch.zeros((history, *shape), dtype=torch.float32, device=device))
+        return cls(ones, torch.zeros((slots, *shape), dtype=torch.float32, device=device))
 
     @property
     def inverse_scale(self) -> torch.Tensor:
@@ -97,7 +99,8 @@ def update_delayed(
         margin: Unused headroom in powers of two.
         algorithm: "max" of all slots, or the "most_recent" amax.
         power_of_two: Keep sign and exponent of the scale only.
-        group_amax: The largest slot 0 of all ranks, float32 of the shape of state.scale.
+        group_amax: The largest slot 0 of all ranks, float32 of the shape of state.scale. It takes
+            the place of slot 0 as it is, also where it is smaller.
 
     Returns:
         A new state.
@@ -106,12 +109,17 @@ def update_delayed(
         TypeError: Another dtype, or no format.
         ValueError: An unknown algorithm, a margin out of range, or shapes that do not fit.
     """
-    after = DelayedScalingState(
+    after = empty_state(state)
+    _update(state, after, fmt, margin, algorithm, power_of_two, group_amax)
+    return after
+
+
+def empty_state(state: DelayedScalingState) -> DelayedScalingState:
+    """Room for another state of the same shapes."""
+    return DelayedScalingState(
         torch.empty_like(state.scale, memory_format=torch.contiguous_format),
         torch.empty_like(state.amax_history, memory_format=torch.contiguous_format),
     )
-    _update(state, after, fmt, margin, algorithm, power_of_two, group_amax)
-    return after
 
 
 def update_delayed_(
@@ -139,6 +147,18 @@ def _update(
     rule = scale_rule(fmt, margin=margin, power_of_two=power_of_two)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}; accepted: {', '.join(ALGORITHMS)}")
+    check_state(state)
+    if group_amax is not None:
+        check_amax("group_amax", group_amax, state)
+    launch_update(state, after, rule, algorithm, group_amax)
+
+
+def check_state(state: DelayedScalingState) -> None:
+    """Refuse a state that no kernel can advance.
+
+    Raises:
+        TypeError: Another dtype. ValueError: Shapes or devices that do not fit, or not contiguous.
+    """
     scale, history = state.scale, state.amax_history
     check_tensor("scale", scale, (torch.float32,))
     check_tensor("amax_history", history, (torch.float32,))
@@ -149,31 +169,66 @@ def _update(
         )
     if history.device != scale.device:
         raise ValueError(f"amax_history is on {history.device}; scale is on {scale.device}")
-    if group_amax is not None:
-        check_tensor("group_amax", group_amax, (torch.float32,))
-        if group_amax.shape != scale.shape or group_amax.device != scale.device:
-            raise ValueError(
-                f"group_amax has shape {tuple(group_amax.shape)} on {group_amax.device}; accepted:"
-                f" {tuple(scale.shape)} on {scale.device}"
-            )
-    n, length = scale.numel(), len(history)
-    tensors = min(_TENSORS, triton.next_power_of_2(max(n, 1)))
-    slots = min(_ELEMENTS // tensors, triton.next_power_of_2(length))
+
+
+def check_amax(name: str, amax: torch.Tensor, state: DelayedScalingState) -> None:
+    """Refuse amaxes that are not one float32 for each scale, beside it."""
+    check_tensor(name, amax, (torch.float32,))
+    scale = state.scale
+    if amax.shape != scale.shape or amax.device != scale.device:
+        raise ValueError(
+            f"{name} has shape {tuple(amax.shape)} on {amax.device}; accepted:"
+            f" {tuple(scale.shape)} on {scale.device}"
+        )
+
+
+class Cut(NamedTuple):
+    """How many tensors a program advances, how many slots it holds at a time, and its warps."""
+
+    tensors: int
+    slots: int
+    num_warps: int
+
+
+def cut(state: DelayedScalingState) -> Cut:
+    """How a state is cut among programs."""
+    tensors = min(_TENSORS, triton.next_power_of_2(max(state.scale.numel(), 1)))
+    slots = min(_ELEMENTS // tensors, triton.next_power_of_2(len(state.amax_history)))
+    return Cut(tensors, slots, 8 if slots * tensors > 1024 else 4)
+
+
+def launch_update(
+    state: DelayedScalingState,
+    after: DelayedScalingState,
+    rule: ScaleRule,
+    algorithm: str,
+    amax: torch.Tensor | None,
+    *,
+    merged: bool = False,
+) -> None:
+    """Advance a checked state as `update_delayed`.
+
+    Args:
+        after: Where the next state goes: the same tensors, or others.
+        amax: What slot 0 becomes first (`merged`: at least becomes); None leaves it.
+    """
+    n, size = state.scale.numel(), cut(state)
     launch(
         update_delayed_kernel,
-        (triton.cdiv(n, tensors),),
-        scale,
-        history,
+        (triton.cdiv(n, size.tensors),),
+        state.scale,
+        state.amax_history,
         after.scale,
         after.amax_history,
-        group_amax,
+        amax,
         n,
         n,
         n,
         SCALING=rule,
         ALGORITHM=algorithm,
-        LENGTH=length,
-        TENSORS=tensors,
-        SLOTS=slots,
-        num_warps=8 if slots * tensors > 1024 else 4,
+        MERGED=merged,
+        LENGTH=len(state.amax_history),
+        TENSORS=size.tensors,
+        SLOTS=size.slots,
+        num_warps=size.num_warps,
     )

@@ -139,12 +139,13 @@ def update_delayed_kernel(
     history,  # (L, n), its rows `stride` apart
     scale_after,  # the same place as scale, or another; so with history
     history_after,
-    group_amax,  # (n,), or None
+    group_amax,  # (n,) what slot 0 becomes first, or None
     n,
     stride,
     stride_after,
     SCALING: tl.constexpr,
     ALGORITHM: tl.constexpr,
+    MERGED: tl.constexpr,  # slot 0 becomes the larger of it and of group_amax
     LENGTH: tl.constexpr,
     TENSORS: tl.constexpr,  # tensors a program
     SLOTS: tl.constexpr,  # slots at a time
@@ -158,6 +159,8 @@ def update_delayed_kernel(
     last = first
     if group_amax is not None:
         last = tl.load(as_words(group_amax) + tensor, mask=here, other=0) & MAGNITUDE
+        if MERGED:
+            last = tl.maximum(first & MAGNITUDE, last)
     idle = last == 0
     chosen = last
     if ALGORITHM == "max":

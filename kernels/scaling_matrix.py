@@ -9,10 +9,10 @@ import torch
 import triton
 
 from fp8lab.formats import Float8Format, OverflowPolicy
-from fp8lab.kernels.casting import check_seed
+from fp8lab.kernels.casting import checked_seed
 from fp8lab.kernels.casting_matrix import Cast, check_matrix, empty_transposed, quantize_tiles
 from fp8lab.kernels.casting_rules import FORMAT_OF, cast_rule, decode_rule
-from fp8lab.kernels.launch import RowSettings, TileSettings, launch
+from fp8lab.kernels.launch import BLOCK_TILES, RowSettings, TileSettings, launch
 from fp8lab.kernels.scaling_device import dequantize_tiles_kernel
 from fp8lab.kernels.scaling_rows import quantize_rows_kernel
 from fp8lab.kernels.scaling_rules import Block, ScaleRule, check_block
@@ -30,7 +30,7 @@ class BlockSettings:
         rows: For one scale a row.
     """
 
-    tiles: TileSettings = field(default_factory=TileSettings)
+    tiles: TileSettings = BLOCK_TILES
     rows: RowSettings = field(default_factory=RowSettings)
 
 
@@ -64,7 +64,7 @@ def checked_cast(
     """Check everything that is no scale, and say how elements are cast."""
     check_matrix("x", x)
     check_block(block, settings.tiles.rows, settings.tiles.columns)
-    check_seed(seed, offset, rounding, x)
+    seed, offset = checked_seed(seed, offset, rounding, x)
     path = settings.rows.cast_path if tuple(block) == (1, None) else settings.tiles.cast_path
     rule = cast_rule(
         fmt, x.device, rounding=rounding, overflow=overflow, path=path, bit_count=bit_count
@@ -82,7 +82,7 @@ def one_layout(
 ) -> Quantized:
     """Codes of x, and what is kept of their blocks."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    rows, columns = block
+    rows, columns = check_block(block, settings.tiles.rows, settings.tiles.columns)
     if columns is None:
         kept = torch.ones((x.shape[0], 1), dtype=scaling.dtype, device=x.device)
         _quantize_rows(x, codes, kept, scaling, cast, settings.rows)
@@ -119,7 +119,7 @@ def both_layouts(
     dtype = getattr(torch, fmt.dtype_name)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     codes_t = empty_transposed(x)
-    rows, columns = block
+    rows, columns = check_block(block, settings.tiles.rows, settings.tiles.columns)
     if rows is None:
         raise ValueError(
             f"block is {block!r}; accepted here: (1, None), one a row and one a column"
@@ -207,7 +207,7 @@ def _empty_kept(
 ) -> torch.Tensor:
     """Room for what is kept of the blocks, laid out as `scaling_blocks` says."""
     down, across = (triton.cdiv(size, of) for size, of in zip(shape, block, strict=True))
-    if scaling.is_mx or block[0] > 1:
+    if block[0] > 1:
         return torch.empty((down, across), dtype=scaling.dtype, device=device)
     return torch.empty((across, down), dtype=scaling.dtype, device=device).t()
 
@@ -217,7 +217,7 @@ def dequantized(
 ) -> torch.Tensor:
     """Codes times the factors of their blocks: inverse scales, or E8M0 codes as uint8."""
     check_matrix("codes", codes, tuple(FORMAT_OF))
-    check_block(block, None, None)
+    block = check_block(block, None, None)
     height, width = codes.shape
     down = 1 if block[0] is None else triton.cdiv(height, block[0])
     across = 1 if block[1] is None else triton.cdiv(width, block[1])

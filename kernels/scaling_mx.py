@@ -44,8 +44,9 @@ def quantize_mx(
         settings: How the kernels are launched; None is what suits the block.
 
     Returns:
-        Codes of x's shape, and contiguous float8_e8m0fnu scales (ceil(M / rows),
-        ceil(N / columns)).
+        Codes of x's shape, and float8_e8m0fnu scales (ceil(M / rows), ceil(N / columns)), laid out
+        as the inverse scales of `quantize_blocks`: those of blocks of one row lie side by side for
+        all rows, then come the next blocks'.
 
     Raises:
         TypeError, ValueError: As `quantize_blocks`.

@@ -11,6 +11,7 @@ import torch
 
 from fp8lab.formats import Float8Format
 from fp8lab.kernels.casting_rules import check_format
+from fp8lab.kernels.checks import as_integer
 
 MX_ROUNDINGS = ("floor", "up", "nearest")
 # What they compute alike; torchao's is for whole tensors alone.
@@ -59,11 +60,12 @@ def scale_rule(fmt: Float8Format, *, margin: int = 0, power_of_two: bool = False
     """
     check_format(fmt)
     highest = math.frexp(fmt.max_finite)[1] - 1 + 126
-    if not isinstance(margin, int) or isinstance(margin, bool) or not 0 <= margin <= highest:
+    powers = as_integer(margin)
+    if powers is None or not 0 <= powers <= highest:
         raise ValueError(
             f"margin is {margin!r}; accepted: an integer from 0 to {highest} (powers of two)"
         )
-    return _rule(fmt, margin, "power_of_two" if power_of_two else "divide")
+    return _rule(fmt, powers, "power_of_two" if power_of_two else "divide")
 
 
 def mx_rule(fmt: Float8Format, rounding: str) -> ScaleRule:
@@ -86,8 +88,8 @@ def _rule(fmt: Float8Format, margin: int, kind: str) -> ScaleRule:
     return ScaleRule(kind, top, exponent - 1, mantissa)  # type: ignore[arg-type]
 
 
-def check_block(block: Block, most_rows: int | None, most_columns: int | None) -> None:
-    """Refuse a block that the tile kernels cannot have.
+def check_block(block: Block, most_rows: int | None, most_columns: int | None) -> Block:
+    """A block in Python's integers; refuses one that the tile kernels cannot have.
 
     Args:
         most_rows, most_columns: What a tile holds; None where a block may be larger.
@@ -103,13 +105,15 @@ def check_block(block: Block, most_rows: int | None, most_columns: int | None) -
     )
     if not isinstance(block, tuple | list) or len(block) != 2:
         raise TypeError(f"block is {block!r}; accepted: {accepted}")
-    for size in block:
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-            raise TypeError(f"block is {block!r}; accepted: {accepted}")
-    if tuple(block) in ((1, None), (None, 1)):
-        return
-    for size, most in zip(block, (most_rows, most_columns), strict=True):
+    found = tuple(None if size is None else as_integer(size) for size in block)
+    if any(size is not None and number is None for size, number in zip(block, found, strict=True)):
+        raise TypeError(f"block is {block!r}; accepted: {accepted}")
+    rows, columns = found
+    if found in ((1, None), (None, 1)):
+        return rows, columns
+    for size, most in zip(found, (most_rows, most_columns), strict=True):
         if size is None or size < 1 or size & (size - 1) or size > (most or size):
             raise ValueError(f"block is {block!r}; accepted: {accepted}")
-    if block[0] == 2:
+    if rows == 2:
         raise ValueError(f"block is {block!r}; accepted: {accepted}")
+    return rows, columns

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Tests hand the kit faulty kernels: what it finds is not to be kept in the working directory.
+os.environ.setdefault("FP8LAB_CASES", "")
 
 # Read when NumPy and torch start: sums must not depend on how many cores a machine has, and
 # pytest-xdist already fills the cores.
@@ -50,6 +56,21 @@ else:
 def device() -> str:
     """The torch device that kernels run on: "cuda", or "cpu" under the Triton interpreter."""
     return DEVICE
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the variants of the cast and scaling kernels in parallel, before xdist's workers each
+    compile them one after the other. Only where their tests on a GPU were asked for.
+    """
+    config = session.config
+    if DEVICE != "cuda" or config.option.markexpr != "gpu" or hasattr(config, "workerinput"):
+        return
+    asked = [Path(argument.partition("::")[0]) for argument in config.args]
+    if any(path.is_dir() or "casting" in path.name or "scaling" in path.name for path in asked):
+        command = [sys.executable, "-m", "fp8lab.experiments.kernel_variants", "--settings"]
+        # What fails here fails in its test too, and is told there.
+        subprocess.run([*command, "--jobs", str(os.cpu_count() or 1)], check=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,7 +35,12 @@ from fp8lab.kernels.casting import (
     requantize,
 )
 from fp8lab.kernels.casting_rules import CastRule, DecodeRule
-from fp8lab.kernels.launch import CastSettings, DecodeSettings, TileSettings
+from fp8lab.kernels.launch import (
+    TRANSPOSE_TILES,
+    CastSettings,
+    DecodeSettings,
+    TileSettings,
+)
 from fp8lab.testing import (
     assert_bits_equal,
     cast_inputs,
@@ -48,6 +53,7 @@ from fp8lab.testing import (
     to_numpy,
     to_torch,
 )
+from fp8lab.testing.ptx import assembled, spilled_bytes
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 EVERY_FORMAT = (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)
@@ -245,55 +251,6 @@ def test_dequantize_equals_the_oracle(
     assert_bits_equal(values, expected, inputs=array)
 
 
-@ALL_FORMATS
-@pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero"])
-@given(inverse_scale=st.none() | scales(), scale=st.none() | scales())
-@settings(max_examples=6 * MORE)
-def test_requantize_rounds_once(
-    fmt: Float8Format,
-    rounding: str,
-    device: str,
-    inverse_scale: float | None,
-    scale: float | None,
-) -> None:
-    """All 256 codes of every format, against the float64 that holds the product exactly."""
-    every = np.arange(256, dtype=np.uint8)
-    factors = [
-        None if factor is None else torch.tensor([factor], device=device)
-        for factor in (inverse_scale, scale)
-    ]
-    for source in EVERY_FORMAT:
-        codes = every.view(source.dtype)
-        found = run_kernel(
-            requantize,
-            to_torch(codes, device=device),
-            fmt,
-            inverse_scale=factors[0],
-            scale=factors[1],
-            rounding=rounding,
-            settings=SMALL,
-        )
-        exact = oracle.dequantize(codes).astype(np.float64)
-        exact = exact * (1.0 if inverse_scale is None else inverse_scale)
-        exact = exact * (1.0 if scale is None else scale)
-        assert_bits_equal(found, oracle.quantize(exact, fmt, rounding=rounding), inputs=exact)
-
-
-def test_requantize_does_not_round_twice(device: str) -> None:
-    """1.125 * (17 / 18 - tiny) lies just below the tie of 1 and 1.125; in float32 it is the tie."""
-    inverse_scale = float(np.nextafter(np.float32(17 / 18), np.float32(0)))
-    below_tie = 1.125 * inverse_scale * (1 + 2.0**-23)
-    assert np.float32(np.float32(1.125 * inverse_scale) * np.float32(1 + 2.0**-23)) == 1.0625
-    codes = torch.tensor([0x39], dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    found = requantize(
-        codes,
-        E4M3,
-        inverse_scale=torch.tensor([inverse_scale], device=device),
-        scale=torch.tensor([1 + 2.0**-23], device=device),
-    )
-    assert_bits_equal(found, oracle.quantize(np.array([below_tie]), E4M3))
-
-
 def test_a_seed_on_the_device_gives_the_same_bits(device: str) -> None:
     x = torch.linspace(-3, 3, 300, device=device)
     seed = torch.tensor([-5], device=device)
@@ -387,32 +344,6 @@ def rule_of(fmt: Float8Format, *, hardware: bool) -> CastRule:
         rounding="nearest_even",
         bit_count=32,
     )
-
-
-def assembled(ptx: str, folder: Path) -> tuple[Path, str]:
-    """The machine code that ptxas, Triton's own, makes of it, and what it says about it."""
-    ptxas = shutil.which("ptxas", path=NVIDIA) or shutil.which("ptxas")
-    if ptxas is None:
-        pytest.skip("there is no ptxas")
-    source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-    source.write_text(ptx)
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert target is not None
-    done = subprocess.run(
-        [ptxas, "-v", f"--gpu-name={target[1]}", source, "-o", cubin],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return cubin, done.stderr
-
-
-def spilled_bytes(ptx: str, folder: Path) -> int:
-    """What ptxas says that a thread spills."""
-    _, said = assembled(ptx, folder)
-    found = re.search(r"(\d+) bytes spill stores", said)
-    assert found is not None, said
-    return int(found[1])
 
 
 FLAT = {"x": "*bf16", "codes": "*u8", "n": "i64", "scale": "*fp32", "amax_out": "*fp32"}
@@ -555,8 +486,11 @@ def test_more_than_2_to_31_elements() -> None:
 
 
 @pytest.mark.gpu
-def test_more_than_2_to_31_elements_in_both_layouts() -> None:
-    rows, columns = (1 << 15) + 3, (1 << 16) + 8
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((1 << 15) + 3, (1 << 16) + 8), (1 << 15, (1 << 16) + 128)]
+)
+def test_more_than_2_to_31_elements_in_both_layouts(rows: int, columns: int) -> None:
+    """By tiles with a ragged edge, and by whole ones, which the kernel for pairs takes."""
     x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
     x[-1, -3:] = torch.tensor([1.0, -448.0, 3.0])
     codes, codes_t = quantize_with_transpose(x, E4M3)
@@ -580,7 +514,7 @@ def test_subnormals_in_every_lane(fmt: Float8Format, dtype: torch.dtype) -> None
         for settings_ in CAST_SETTINGS:
             assert_bits_equal(quantize(x, fmt, settings=settings_), expected, inputs=x)
         matrix = x.view(-1, 256)
-        for tile in (*SMALL_TILE_SETTINGS, *TILE_SETTINGS):
+        for tile in (*SMALL_TILE_SETTINGS, *TILE_SETTINGS, TRANSPOSE_TILES):
             codes, codes_t = quantize_with_transpose(matrix, fmt, settings=tile)
             assert_bits_equal(codes.view(-1), expected, inputs=x)
             assert_bits_equal(codes_t, expected.reshape(-1, 256).T)

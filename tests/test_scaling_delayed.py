@@ -381,7 +381,11 @@ ONE = np.ones((), np.float32)
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
-        (ValueError, lambda: DelayedScalingState.fresh(0), "history is 0; accepted: 1 and up"),
+        (
+            ValueError,
+            lambda: DelayedScalingState.fresh(0),
+            "history is 0; accepted: an integer, 1 and up",
+        ),
         (ValueError, lambda: DelayedScalingState.fresh(True), "history is True"),
         (ValueError, lambda: resize_history(FRESH, 0), "history is 0; accepted"),
         (TypeError, lambda: DelayedScalingState(1.0, ONE), "scale is float; accepted: float32"),  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fp8lab import ops
 from fp8lab.emulation import scaling as oracle
+from fp8lab.emulation.casting import quantize as oracle_quantize
 from fp8lab.emulation.random import random_words
 from fp8lab.experiments.kernel_variants import (
     ROW_SETTINGS,
@@ -115,19 +116,12 @@ def check_mx(x: torch.Tensor, fmt: Float8Format, **options: Any) -> None:
     down = oracle.quantize_mx(np.ascontiguousarray(array.T), fmt, **told)
     expected = (*along, *down)
     for actual, wanted in zip(found, expected, strict=True):
-        assert_bits_equal(without_nan_sign(to_numpy(actual)), without_nan_sign(wanted))
+        assert_bits_equal(actual, wanted)
     one = run_kernel(scaling.quantize_mx, x, fmt, settings=how, **options)
     for actual, wanted in zip(one, along, strict=True):
-        assert_bits_equal(without_nan_sign(to_numpy(actual)), without_nan_sign(wanted))
+        assert_bits_equal(actual, wanted)
     decoded = run_kernel(scaling.dequantize_mx, *one, settings=how.tiles)
     assert_bits_equal(decoded, oracle.dequantize_mx(*along))
-
-
-def without_nan_sign(codes: Array) -> Array:
-    """Codes whose NaN are all alike. The sign of NaN times a NaN scale is the processor's choice,
-    and shows where a policy keeps signs.
-    """
-    return np.where(np.isnan(codes.astype(np.float32)), codes.dtype.type(np.nan), codes)
 
 
 @ALL_FORMATS
@@ -164,6 +158,22 @@ def test_mx_equals_the_oracle(fmt: Float8Format, device: str, data: st.DataObjec
     check_mx(x, fmt, scale_rounding=rounding, **options)
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("overflow", ["saturate", "ieee", "ml_dtypes", "torch_2_11_cuda"])
+def test_a_nan_of_mx_is_positive(fmt: Float8Format, overflow: str, device: str) -> None:
+    """Also where the policy keeps signs, and for elements that are NaN themselves."""
+    x = np.ones((32, 64), np.float32)
+    x[3, :4] = -np.nan, np.nan, -1.0, -0.0
+    x[7, 40] = -np.nan
+    check_mx(to_torch(x, device=device), fmt, overflow=overflow)
+    codes, scale = oracle.quantize_mx(x, fmt, overflow=overflow)
+    nan = oracle_quantize(np.float32(np.nan), fmt, overflow=overflow).view(np.uint8)
+    assert nan < 0x80
+    assert (codes[3, :32].view(np.uint8) == nan).all()
+    assert (codes[7, 32:].view(np.uint8) == nan).all()
+    assert (scale.view(np.uint8) == 0xFF).sum() == 2
+
+
 def test_rows_may_lie_any_distance_apart(device: str) -> None:
     wide = torch.randn(40, 90, generator=torch.Generator().manual_seed(0)).to(device)
     for block in (*TILED_BLOCKS, *LINES):
@@ -189,7 +199,7 @@ def test_inverse_scales_lie_as_a_product_wants_them(device: str) -> None:
     assert both.codes_t.stride() == (48, 1)
     square = scaling.quantize_blocks_with_transpose(x, E4M3, block=(32, 32), settings=SMALL)
     assert square.scales.is_contiguous()
-    assert scaling.quantize_mx(x, E4M3, settings=SMALL)[1].is_contiguous()
+    assert scaling.quantize_mx(x, E4M3, settings=SMALL)[1].stride() == (1, 40)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -304,6 +314,68 @@ def test_update_delayed_equals_the_oracle(device: str, data: st.DataObject) -> N
     assert_bits_equal(after.inverse_scale, expected.inverse_scale)
 
 
+STEP_SCALES = np.array([1.0, 2.0**-127, 3.7e5, 2.0**127, 0.0, np.inf], np.float32)
+STEP_AMAXES = np.array(
+    [0, 1e-45, 1e-38, 1.2e-36, 1e-3, 3, 448, 1e30, 3.4e38, np.inf, np.nan], np.float32
+)
+
+
+@settings(max_examples=20 * MORE)
+@given(data=st.data())
+@pytest.mark.parametrize("preset", list(scaling.DELAYED_PRESETS))
+def test_step_delayed_equals_the_oracle(preset: str, device: str, data: st.DataObject) -> None:
+    """Several steps, each from the oracle's state; new tensors and the same ones."""
+    n = data.draw(st.sampled_from([0, 1, 9]), label="tensors")
+    length = data.draw(st.sampled_from([1, 2, 3, 16, 1030]), label="length")
+    rule = scaling.DELAYED_PRESETS[preset].rule
+    margin = 0 if rule == "torchao" else data.draw(st.sampled_from([0, 2, 100]), label="margin")
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
+    usable = 4 if rule == "transformer_engine" else len(STEP_SCALES)
+    state = oracle.DelayedScalingState(
+        generator.choice(STEP_SCALES[:usable], n), generator.choice(STEP_AMAXES, (length, n))
+    )
+    for step in range(2):
+        warm_up = rule != "transformer_engine" and step == 0
+        seen = generator.choice(STEP_AMAXES, n)
+        options: dict[str, Any] = {"preset": preset, "margin": margin, "warm_up": warm_up}
+        used, after = oracle.step_delayed(state, seen, E4M3, **options)
+        mine = scaling.DelayedScalingState(
+            to_torch(state.scale, device=device).clone(),
+            to_torch(state.amax_history, device=device).clone(),
+        )
+        amax = to_torch(seen, device=device)
+        found, moved = run_kernel(scaling.step_delayed, mine, amax, E4M3, **options)
+        assert_bits_equal(found, used)
+        again = run_kernel(scaling.step_delayed_, mine, amax, E4M3, **options)
+        assert_bits_equal(again, used)
+        for one in (moved, mine):
+            assert_bits_equal(one.scale, after.scale)
+            assert_bits_equal(one.amax_history, after.amax_history)
+        state = after
+
+
+def test_the_presets_are_the_oracles() -> None:
+    ours = {name: vars(preset) for name, preset in scaling.DELAYED_PRESETS.items()}
+    assert ours == {name: vars(preset) for name, preset in oracle.DELAYED_PRESETS.items()}
+
+
+def test_a_group_amax_has_the_last_word(device: str) -> None:
+    """It takes the place of slot 0, also where it is smaller, in the oracle and on the device."""
+    state = oracle.DelayedScalingState(
+        np.ones(2, np.float32), np.array([[4, 4], [1, 1], [2, 0]], np.float32)
+    )
+    group = np.array([3, 0], np.float32)
+    expected = oracle.update_delayed(state, E4M3, group_amax=group)
+    assert expected.amax_history.tolist() == [[0, 4], [2, 1], [3, 0]]
+    assert expected.scale.tolist() == [np.float32(448 / 3), 1]
+    mine = scaling.DelayedScalingState(
+        to_torch(state.scale, device=device), to_torch(state.amax_history, device=device)
+    )
+    found = scaling.update_delayed(mine, E4M3, group_amax=to_torch(group, device=device))
+    assert_bits_equal(found.scale, expected.scale)
+    assert_bits_equal(found.amax_history, expected.amax_history)
+
+
 def test_recorded_amaxes_are_used_a_step_later(device: str) -> None:
     state = scaling.DelayedScalingState.fresh(3, (2,), device=device)
     told = oracle.DelayedScalingState.fresh(3, (2,))
@@ -323,6 +395,7 @@ def test_bad_input_is_refused_with_what_is_accepted(device: str) -> None:
     call: Any = scaling.quantize_blocks  # untyped: some of these no type checker would let through
     codes, inverse = scaling.quantize_blocks(x, E4M3)
     state = scaling.DelayedScalingState.fresh(2, (3,), device=device)
+    step = partial(scaling.step_delayed, state, torch.ones(3, device=device), E4M3)
     refused: list[tuple[type[Exception], str, Any]] = [
         (TypeError, "x has dtype torch.float64", partial(call, x.double(), E4M3)),
         (ValueError, "two dimensions", partial(call, x[0], E4M3)),
@@ -372,6 +445,11 @@ def test_bad_input_is_refused_with_what_is_accepted(device: str) -> None:
             partial(scaling.update_delayed, replace(state, scale=amax), E4M3),
         ),
         (ValueError, "history is 0", partial(scaling.DelayedScalingState.fresh, 0)),
+        (ValueError, "unknown preset", partial(step, preset="me")),
+        (ValueError, "no warm-up", partial(step, warm_up=True)),
+        (ValueError, "margin is 1 with", partial(step, preset="torchao", margin=1)),
+        (ValueError, "margin is -1", partial(step, preset="ms_amp", margin=-1)),
+        (ValueError, "amax has shape", partial(scaling.step_delayed, state, amax, E4M3)),
     ]
     for error, message, attempt in refused:
         with pytest.raises(error, match=message):
