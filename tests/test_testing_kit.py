@@ -168,6 +168,18 @@ def test_report_in_full() -> None:
     )
 
 
+def test_the_report_of_a_cast_names_a_fault_that_explains_every_code() -> None:
+    x = edge_values(E4M3)
+    expected = oracle.quantize(x, E4M3, scale=0.5)
+    away = ties_away(x * np.float32(0.5), E4M3)
+    inputs = {"x": x, "scale": np.float32(0.5)}
+    with pytest.raises(AssertionError, match="probable fault: ties-away: A value halfway between"):
+        assert_bits_equal(away, expected, inputs=inputs)
+    away.view(np.uint8)[7] ^= 1  # one more code is wrong: nothing explains them all
+    with pytest.raises(AssertionError, match=r"elements differ(?s:(?!probable fault).)*\Z"):
+        assert_bits_equal(away, expected, inputs=inputs)
+
+
 def test_long_reports_are_short() -> None:
     with pytest.raises(AssertionError, match="1000 of 1000 elements differ") as failure:
         assert_bits_equal(np.zeros(1000, np.float32), np.ones(1000, np.float32))
@@ -267,8 +279,8 @@ def test_values_of_a_seed_do_not_depend_on_how_many_are_asked_for() -> None:
     assert_bits_equal(part, whole[30:50], compare_nan_bits=True)
     with pytest.raises(ValueError, match=r"unknown kinds \['odd'\]"):
         cast_values(random_words(5, 1), ["odd"], E5M2)
-    with pytest.raises(TypeError, match="dtype is float64"):
-        edge_values(E4M3, dtype=np.float64)
+    with pytest.raises(TypeError, match="dtype is int32"):
+        edge_values(E4M3, dtype=np.int32)
 
 
 @given(scale=scales())

@@ -52,7 +52,8 @@ def assert_bits_equal(
     Raises:
         AssertionError: They differ. The message says how many elements do and, for the first ones,
             their index, input, expected and actual value with their bits, and how far apart they
-            are, counted in steps between neighbouring values of the type (ulps).
+            are, counted in steps between neighbouring values of the type (ulps). For FP8 codes of
+            an input "x" (and a "scale") it names the fault of a cast that explains every code.
         TypeError: An argument is of a type without bits to compare (object, complex, ...).
         ValueError: An input does not broadcast to the shape of `expected`.
 
@@ -77,13 +78,25 @@ def assert_bits_equal(
     shape = want.shape
     named = _named_inputs(inputs, shape)
 
+    where = differing(got, want, compare_nan_bits=compare_nan_bits)
+    if where.size:
+        report = _report(got.reshape(-1), want.reshape(-1), where, shape, named)
+        raise AssertionError(report + _cast_fault(got, want, named))
+
+
+def differing(
+    actual: Array, expected: Array, *, compare_nan_bits: bool = False
+) -> npt.NDArray[np.intp]:
+    """The flat indices, in C order, at which two arrays of one shape and dtype differ.
+
+    They differ as for `assert_bits_equal`.
+    """
     # Flat copies only where the memory is not in order already.
-    got, want = got.reshape(-1), want.reshape(-1)
+    got, want = actual.reshape(-1), expected.reshape(-1)
     where = np.flatnonzero(_bits(got) != _bits(want))
     if not compare_nan_bits and want.dtype in _FLOATS:
         where = where[~(_is_nan(got[where]) & _is_nan(want[where]))]
-    if where.size:
-        raise AssertionError(_report(got, want, where, shape, named))
+    return where
 
 
 def _as_array(name: str, value: Any) -> Array:
@@ -124,7 +137,7 @@ def _is_nan(array: Array) -> npt.NDArray[np.bool_]:
         return np.asarray(np.isnan(array.astype(np.float64)))
 
 
-def _ulps(got: Array, want: Array) -> npt.NDArray[np.uint64]:
+def ulps_between(got: Array, want: Array) -> npt.NDArray[np.uint64]:
     """How many steps between neighbouring values of the type lie between two arrays.
 
     Magnitude bits count values in order in every type here, so sign and magnitude make an integer
@@ -150,26 +163,41 @@ def _ordinals(array: Array) -> npt.NDArray[np.int64]:
     return np.asarray(np.where(bits & sign != 0, -magnitude, magnitude))
 
 
+def _cast_fault(got: Array, want: Array, inputs: dict[str, Array]) -> str:
+    """The fault of a cast from x to FP8 that gives just these codes, or nothing."""
+    fmt, x = _FLOAT8.get(want.dtype), inputs.get("x", inputs.get("input"))
+    scale = inputs.get("scale", np.ones(want.shape, np.float32)).reshape(-1)
+    known = {"x", "scale", "input"}.issuperset(inputs) and bool((scale == scale[:1]).all())
+    if fmt is None or x is None or x.dtype not in _FLOATS[1:] or not known:
+        return ""
+    from fp8lab.testing.diagnosis import guess_fault
+
+    settings = {"fmt": fmt, "rounding": "nearest_even", "overflow": "saturate"}
+    given = {"x": np.ascontiguousarray(x), "scale": np.asarray(scale[0], np.float64)}
+    guess = guess_fault("cast", settings, given, {"codes": want}, {"codes": got})
+    return "" if guess is None else f"\nprobable fault: {guess.fault}: {guess.sentence}"
+
+
 def _report(
     got: Array, want: Array, where: Array, shape: tuple[int, ...], inputs: dict[str, Array]
 ) -> str:
     """The text for flat arrays that differ at the flat indices `where`."""
-    positions = [_position(int(index), shape) for index in where[:SHOWN]]
+    positions = [position(int(index), shape) for index in where[:SHOWN]]
     first_got, first_want = got[where], want[where]
     one_nan = _is_nan(first_got) ^ _is_nan(first_want)
     two_nan = _is_nan(first_got) & _is_nan(first_want)
-    ulps = _ulps(first_got, first_want)
+    ulps = ulps_between(first_got, first_want)
     numbers = ~(one_nan | two_nan)
     distances = [
         f"{ulp} ulp" if number else "NaN"
         for ulp, number in zip(ulps[:SHOWN], numbers[:SHOWN], strict=True)
     ]
     columns = {
-        name: [_cell(array.flat[int(index)]) for index in where[:SHOWN]]
+        name: [cell_text(array.flat[int(index)]) for index in where[:SHOWN]]
         for name, array in inputs.items()
     }
-    columns["expected"] = [_cell(value) for value in first_want[:SHOWN]]
-    columns["actual"] = [_cell(value) for value in first_got[:SHOWN]]
+    columns["expected"] = [cell_text(value) for value in first_want[:SHOWN]]
+    columns["actual"] = [cell_text(value) for value in first_got[:SHOWN]]
     columns["distance"] = distances
 
     width = max(map(len, columns))
@@ -193,12 +221,12 @@ def _report(
     return "\n".join(lines)
 
 
-def _position(index: int, shape: tuple[int, ...]) -> str:
+def position(index: int, shape: tuple[int, ...]) -> str:
     place = tuple(int(i) for i in np.unravel_index(index, shape))
     return str(place[0]) if len(place) == 1 else str(place)
 
 
-def _cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
     """A value and its bits. The value of an FP8 code, too, is written out in full."""
     array = np.asarray(value)
     text = str(float(array)) if array.dtype in _FLOAT8 else str(value)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8lab.emulation.casting import dequantize
-from fp8lab.formats import TARGETS
+from fp8lab.formats import TARGETS, FloatFormat
 from fp8lab.testing.values import random_words, wide_floats
 
 Array = npt.NDArray[Any]
@@ -164,18 +164,33 @@ def order_free_products(
     """
     m, n, k = (draw(size) for size in sizes)
     seed = draw(st.integers(0, 2**32 - 1))
-    # k * largest**2 stays below 2**14.
-    largest = min(15, int(np.sqrt((2.0**14 - 1) / max(k, 1))))
     matrices = []
     for side, (name, shape) in enumerate(zip(dtype_names, ((m, k), (k, n)), strict=True)):
-        fmt = _FORMATS[name]
-        integers = np.arange(-largest, largest + 1).astype(np.float32)
-        exact = integers[integers.astype(fmt.dtype).astype(np.float32) == integers]
-        words = random_words(seed + side, shape[0] * shape[1])[:, 1]
+        values = small_integers(seed + side, shape, _FORMATS[name], k).astype(np.float32)
         scale = np.float32(2.0 ** draw(st.integers(-2, 2)))
-        values = exact[words % np.uint64(len(exact))] * scale
-        matrices.append(values.astype(fmt.dtype).reshape(shape))
+        matrices.append((values * scale).astype(_FORMATS[name].dtype))
     return order_free(*matrices)
+
+
+def small_integers(
+    seed: int, shape: tuple[int, int], fmt: FloatFormat, k: int, *, zeros: bool = True
+) -> Array:
+    """A matrix of integers so small that a sum of k products of two such stays below 2**14.
+
+    Args:
+        seed: Of the random words.
+        shape: Rows and columns.
+        fmt: The format of the codes.
+        k: How many products a sum has.
+        zeros: Whether 0 is among them. Without it no sum is -0, even where one starts from its
+            first product instead of from +0.
+    """
+    largest = min(15, int(np.sqrt((2.0**14 - 1) / max(k, 1))))
+    integers = np.arange(-largest, largest + 1).astype(np.float32)
+    exact = integers[integers.astype(fmt.dtype).astype(np.float32) == integers]
+    exact = exact if zeros else exact[exact != 0]
+    words = random_words(seed, shape[0] * shape[1])[:, 1]
+    return np.asarray(exact[words % np.uint64(len(exact))].astype(fmt.dtype)).reshape(shape)
 
 
 def _common_unit(values: Array) -> float:

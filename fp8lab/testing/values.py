@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
 
 CAST_KINDS = ("edges", "special", "ordinary", "exponents", "subnormals", "patterns")
-_INPUTS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+_INPUTS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 
 def random_words(seed: int, size: int, *, skip: int = 0) -> Words:
@@ -40,7 +40,7 @@ def edge_values(
     Args:
         fmt: The format.
         scale: Divides the places, so that x * scale falls on them as nearly as the type allows.
-        dtype: float32, float16 or ml_dtypes.bfloat16. What does not fit is left out.
+        dtype: float64, float32, float16 or ml_dtypes.bfloat16. What does not fit is left out.
 
     Returns:
         Finite values of that dtype, ordered by their bits.
@@ -57,7 +57,7 @@ def special_values(dtype: npt.DTypeLike = np.float32) -> Array:
     signs of each.
 
     Args:
-        dtype: float32, float16 or ml_dtypes.bfloat16.
+        dtype: float64, float32, float16 or ml_dtypes.bfloat16.
     """
     dtype = _input_dtype(dtype)
     words, infinity, hidden = _layout(dtype)
@@ -92,7 +92,7 @@ def cast_values(
         kinds: Some of `CAST_KINDS`.
         fmt: The format that "edges" and the range of "exponents" are about.
         scale: What the cast will multiply by.
-        dtype: float32, float16 or ml_dtypes.bfloat16.
+        dtype: float64, float32, float16 or ml_dtypes.bfloat16.
 
     Returns:
         Shape (n,), of that dtype.
@@ -140,8 +140,8 @@ def _of_kind(
         return np.asarray((words % np.uint64(hidden) | sign).astype(unsigned).view(dtype))
     if kind == "exponents":
         # From two binades below the smallest subnormal to two above the largest finite value.
-        low = fmt.min_exponent - fmt.mantissa_bits - 2
-        high = int(np.log2(fmt.max_finite)) + 2
+        low = max(fmt.min_exponent - fmt.mantissa_bits - 2, -149)
+        high = min(int(np.log2(fmt.max_finite)) + 2, 127)
         values = wide_floats(words, low, high).astype(np.float64)
     else:
         high_half = (words >> np.uint64(32)).astype(np.float64)
