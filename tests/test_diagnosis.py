@@ -184,6 +184,25 @@ def test_the_narrowest_fault_that_fits_is_named() -> None:
     assert guess(1.0625, 0x39, more=passed) == tie
 
 
+def test_numbers_and_nan_may_have_a_fault_each() -> None:
+    nan = np.uint32([0xFFC00000]).view(np.float32)[0]
+    inputs = {"x": np.array([1.0625, nan, 3.0], np.float32), "scale": ONE}
+    expected = {"codes": np.array([0x38, 0x7F, 0x44], np.uint8)}
+
+    def guess(*codes: int, **options: Any) -> Guess | None:
+        actual = {"codes": np.array(codes, np.uint8)}
+        return guess_fault("cast", {"fmt": E4M3}, inputs, expected, actual, **options)
+
+    both = guess(0x39, 0xFF, 0x44)
+    assert both is not None
+    assert both.fault == "ties-away"
+    assert "And wrong-nan-sign: " in both.sentence
+    assert FAULTS["wrong-nan-sign"].sentence in both.sentence
+    assert guess(0x39, 0xFF, 0x44, sure=True) is None
+    assert guess(0x39, 0x11, 0x44) is None  # nothing makes such a NaN
+    assert guess(0x11, 0xFF, 0x44) is None
+
+
 def test_settings_of_a_saved_case_give_the_same_hypotheses() -> None:
     for name, choices in CONTRACTS:
         contract = contract_from(name, choices)

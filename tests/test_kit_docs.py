@@ -1,4 +1,4 @@
-"""docs/testing-kit.md: its commands give the output that it shows, and its examples hold."""
+"""docs/testing-kit.md and the README: commands give the output shown, and examples hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fp8lab.testing import checks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "testing-kit.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(python|console)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = BLOCK.findall(PAGE)
 SECONDS = re.compile(r"\d+\.\d s\)")
 TESTS = ("test_mine.py", "test_adapted.py", "test_bounded.py")
 
@@ -68,6 +69,18 @@ def test_the_walk_through_is_what_happens(
         elif first.startswith("# my_kernels.py, instead"):
             kernels.write_text(replaced(kernels.read_text(), rest))
     assert ran == 3
+
+
+def test_the_kernel_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FP8LAB_CASES", raising=False)
+    blocks = [block for _, block in BLOCK.findall((ROOT / "README.md").read_text("utf-8"))]
+    (kernel,) = [block for block in blocks if block.startswith("# my_kernels.py")]
+    (shown,) = [block for block in blocks if block.startswith("$ fp8lab verify my_kernels.py")]
+    Path("my_kernels.py").write_text(kernel)
+    assert outputs(shown, capsys) == shown
 
 
 def test_the_examples_hold(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Each hypothesis (`fp8lab.testing.faults`) is one: the oracle's own pieces with o
 changed. A guess is made when a hypothesis explains every element of every output, those that are
 right included; a hypothesis that explains the differences but not the rest is no guess. Where
 several fit, the first is taken: they stand from the narrowest, which changes the fewest results, to
-the widest.
+the widest. Where nothing explains a cast, its numbers and its NaNs may have a fault each.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def guess_fault(
         sure: Whether to give no guess where several faults fit to the end.
 
     Returns:
-        The narrowest fault that fits; or None where no known fault explains every element, where
-        the results have other shapes or names than expected, or where nothing is wrong.
+        The narrowest fault that fits; for casts and decoding also one of the numbers, with another
+        of the NaNs in its sentence. None where no known fault explains every element, where the
+        results have other shapes or names than expected, or where nothing is wrong.
 
     >>> import numpy as np
     >>> from fp8lab.formats import E4M3
@@ -90,7 +91,9 @@ def guess_fault(
         # When nothing fits any more, the cases before decide.
         suspects = fitting_hypotheses(contract, settings, *case, among=suspects) or suspects
     faults = list(dict.fromkeys(fault for fault, _ in suspects))
-    if not faults or (sure and len(faults) > 1):
+    if not faults and not sure:
+        return _guess_in_two(contract, settings, inputs, expected, actual)
+    if not faults or len(faults) > 1 and sure:
         return None
     return Guess(faults[0], FAULTS[faults[0]].sentence)
 
@@ -137,6 +140,33 @@ def fitting_hypotheses(
                 if not left:  # what comes after them need not be computed
                     break
     return fitting
+
+
+def _guess_in_two(
+    contract: str, settings: Mapping[str, object], inputs: Arrays, expected: Arrays, actual: Arrays
+) -> Guess | None:
+    """Two faults at once: one in what becomes of numbers and another in what becomes of NaN."""
+    values = np.asarray(next(iter(inputs.values())))
+    if contract not in ELEMENTWISE or values.dtype.kind in "iu":
+        return None
+    nan = np.isnan(values)
+
+    def faults_of(chosen: Array) -> list[str]:
+        def part(arrays: Arrays) -> Named:
+            held = {name: np.asarray(array) for name, array in arrays.items()}
+            return {
+                name: array[chosen] if array.shape == values.shape else array
+                for name, array in held.items()
+            }
+
+        cases = part(inputs), part(expected), part(actual)
+        return [fault for fault, _ in fitting_hypotheses(contract, settings, *cases)]
+
+    of_numbers, of_nan = faults_of(~nan), faults_of(nan)
+    if not of_numbers or not of_nan:
+        return None
+    first, second = FAULTS[of_numbers[0]], FAULTS[of_nan[0]]
+    return Guess(of_numbers[0], f"{first.sentence} And {of_nan[0]}: {second.sentence}")
 
 
 def _comparable(expected: Arrays, actual: Arrays) -> bool:
