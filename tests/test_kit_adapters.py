@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -188,13 +189,21 @@ def test_cupy_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         on_cupy(cast)
 
 
-def test_arrays_cross_to_cupy_and_back_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("older", [False, True], ids=["from_external", "ExternalStream"])
+def test_arrays_cross_to_cupy_and_back_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
     """With a stand-in that has CuPy's names, since CuPy wants a GPU."""
-    import contextlib
+    entered = []
 
-    cuda = SimpleNamespace(ExternalStream=lambda pointer: contextlib.nullcontext())
+    def entering(stream: Any) -> Any:
+        entered.append(stream if older else stream.__cuda_stream__())
+        return contextlib.nullcontext()
+
+    streams = {} if older else {"from_external": entering}
+    cuda = SimpleNamespace(ExternalStream=entering, Stream=SimpleNamespace(**streams))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(from_dlpack=np.from_dlpack, cuda=cuda))
-    stream = SimpleNamespace(cuda_stream=0)
+    stream = SimpleNamespace(cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
     def kernel(x: Any, scale: float) -> Any:
@@ -202,3 +211,4 @@ def test_arrays_cross_to_cupy_and_back_without_a_copy(monkeypatch: pytest.Monkey
         return quantize(x, E4M3, scale=scale).view(np.uint8)
 
     check_cast(on_cupy(kernel), E4M3, device="cpu")
+    assert set(entered) == {77 if older else (0, 77)}  # torch's stream, each time

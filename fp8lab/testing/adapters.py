@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,14 +176,30 @@ def on_cupy(kernel: Kernel) -> Kernel:
 
     @functools.wraps(kernel)
     def called(*args: Any, **keywords: Any) -> Any:
-        stream = torch.cuda.current_stream()
-        with cupy.cuda.ExternalStream(stream.cuda_stream):
+        with _cupy_stream(cupy, torch.cuda.current_stream().cuda_stream):
             result = kernel(*map(crossed, args), **keywords)
         if isinstance(result, tuple | list):
             return type(result)(from_dlpack(part) for part in result)
         return None if result is None else from_dlpack(result)
 
     return _with_traits(called, kernel)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A CUDA stream by its handle, as the protocol of `__cuda_stream__` shows it."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle  # 0 is the version of the protocol
+
+
+def _cupy_stream(cupy: Any, handle: int) -> Any:
+    """CuPy's stream for a handle; CuPy 14 warns of the older class."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Stream(handle))
+    return cupy.cuda.ExternalStream(handle)
 
 
 class _Output:

@@ -93,7 +93,7 @@ def guess_fault(
     faults = list(dict.fromkeys(fault for fault, _ in suspects))
     if not faults and not sure:
         return _guess_in_two(contract, settings, inputs, expected, actual)
-    if not faults or len(faults) > 1 and sure:
+    if not faults or (len(faults) > 1 and sure):
         return None
     return Guess(faults[0], FAULTS[faults[0]].sentence)
 
