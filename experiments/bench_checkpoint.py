@@ -1,0 +1,118 @@
+"""How long a checkpoint takes: what training waits for, the whole save, a load, and a plain dd.
+
+    python -m fp8lab.experiments.bench_checkpoint [--megabytes 64,512] [--folder FOLDER]
+
+The state is a model's weights and two moments, float32, in tensors of 4 MiB. Each time is the least
+of a few; files are synced to the disk, as dd's are (conv=fsync). Loads come from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8lab.checkpoint import load, save, take_state
+from fp8lab.checkpoint_store import AsyncWriter, CheckpointStore
+from fp8lab.records import Row, environment, to_json, write_atomically
+
+TENSOR = 1 << 20  # float32 elements
+PARTS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def state_of(megabytes: int, device: str) -> dict[str, Any]:
+    """About so many megabytes in three kinds of tensors; at least one of each."""
+    count = max(1, round(megabytes * 1e6 / (4 * TENSOR * len(PARTS))))
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: {
+            f"layer{place}": torch.randn(TENSOR, generator=generator).to(device)
+            for place in range(count)
+        }
+        for name in PARTS
+    }
+
+
+def measure(megabytes: int, folder: Path, device: str, repeats: int) -> Row:
+    """One row: bytes, and seconds of each thing."""
+    state = state_of(megabytes, device)
+    size = sum(tensor.nbytes for part in state.values() for tensor in part.values())
+    store = CheckpointStore(folder, keep_last=1)
+    step = 0
+
+    def stall() -> float:
+        nonlocal step
+        step += 1
+        writer = AsyncWriter(store)
+        seconds = _timed(lambda: writer.save(state, step=step))
+        writer.close()
+        return seconds
+
+    def whole() -> float:
+        shutil.rmtree(folder / "sync", ignore_errors=True)
+        return _timed(lambda: save(folder / "sync", state, step=1))
+
+    def copied() -> float:
+        target = folder / "dd"
+        blocks = size // (4 * TENSOR)
+        command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={blocks}", "conv=fsync"]
+        return _timed(lambda: subprocess.run(command, check=True, capture_output=True))
+
+    return {
+        "bytes": size,
+        "device": device,
+        "seconds": {
+            "copy to host": _least(lambda: _timed(lambda: take_state(state)), repeats),
+            "asynchronous save: wait": _least(stall, repeats),
+            "synchronous save": _least(whole, repeats),
+            "load and check": _least(lambda: _timed(lambda: load(folder / "sync")), repeats),
+            "dd": _least(copied, repeats),
+        },
+    }
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _least(measured: Callable[[], float], repeats: int) -> float:
+    return round(min(measured() for _ in range(repeats)), 4)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure each size, print a table, write the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megabytes", default="64,512", metavar="A,B", help="(default 64,512)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="(default 3)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the rows go")
+    given = parser.parse_args(arguments)
+    rows: list[Row] = [{"bench_checkpoint": environment(given.device)}]
+    for megabytes in map(int, given.megabytes.split(",")):
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            rows.append(measure(megabytes, Path(folder), given.device, given.repeats))
+    kinds = list(rows[1]["seconds"])
+    print("| bytes | " + " | ".join(kinds) + " |")
+    print("| --- |" + " --- |" * len(kinds))
+    for row in rows[1:]:
+        cells = [
+            f"{seconds:.3f} s ({row['bytes'] / max(seconds, 1e-9) / 1e9:.2f} GB/s)"
+            for seconds in row["seconds"].values()
+        ]
+        print(f"| {row['bytes'] / 1e6:.0f} MB | " + " | ".join(cells) + " |")
+    if given.out is not None:
+        write_atomically(given.out, "".join(to_json(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
