@@ -1,4 +1,4 @@
-"""The command line: `fp8lab sweep | train | plot | explain | verify | info`.
+"""The command line: `fp8lab sweep | train | plot | explain | verify | new-kernel | ...`.
 
 A user's mistake ends in one line and exit code 2. Ctrl-C ends with 130 and says how to go on. Heavy
 modules are imported by the command that needs them, so that `--help` and a mistake are quick.
@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8lab import __version__
+from fp8lab.cli_checkpoint import add_checkpoint
+from fp8lab.cli_kit import add_new_kernel, add_verify
+from fp8lab.cli_train import add_checkpoint_options, resume_training, start_training
+from fp8lab.cli_watch import add_watch
 from fp8lab.errors import UserError
 from fp8lab.formats import FORMATS
 from fp8lab.recipes import PRESETS, Recipe, recipe_from_json, recipe_from_toml, recipe_named
@@ -75,9 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_sweep(commands)
     _add_train(commands)
+    add_watch(commands)
     _add_plot(commands)
     _add_explain(commands)
-    _add_verify(commands)
+    add_verify(commands)
+    add_new_kernel(commands)
+    add_checkpoint(commands)
     info = commands.add_parser("info", help="versions, devices and formats")
     info.add_argument(
         "--formats", action="store_true", help="only the formats and the overflow policies"
@@ -97,7 +104,8 @@ def _add_sweep(commands: Any) -> None:
         "--policies",
         metavar="A,B",
         help=f"policies, separated by commas: {', '.join(PRESETS)}, with settings after colons as"
-        " in delayed:history=64:margin=1 (default: all presets and a static scale that fits)",
+        " in delayed:history=64:margin=1 (default: bf16, current, delayed, blockwise, and static"
+        " with and without a scale that fits)",
     )
     sweep.add_argument("--seeds", type=int, metavar="N", help="seeds a policy (default 3)")
     _add_training_options(sweep)
@@ -142,7 +150,11 @@ def _add_train(commands: Any) -> None:
         metavar="FOLDER",
         help="(default runs/train)",
     )
-    train.set_defaults(run=_train, after_interrupt="The rows so far are in metrics.jsonl.")
+    add_checkpoint_options(train)
+    train.set_defaults(
+        run=_train,
+        after_interrupt="The rows so far are in metrics.jsonl; --resume goes on from a checkpoint.",
+    )
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -157,6 +169,32 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step (default 16)")
     parser.add_argument("--width", type=int, metavar="N", help="width of the model (default 128)")
     parser.add_argument("--layers", type=int, metavar="N", help="blocks of the model (default 2)")
+    parser.add_argument("--heads", type=int, metavar="N", help="attention heads (gpt; default 4)")
+    parser.add_argument("--warmup", type=int, metavar="N", help="warm-up steps (default 40)")
+    parser.add_argument("--peak-lr", type=float, metavar="LR", help="(default 0.003)")
+    parser.add_argument(
+        "--model", default="gpt", choices=("gpt", "mlp"), help="which model (default gpt)"
+    )
+    parser.add_argument(
+        "--products",
+        choices=("codes", "decoded"),
+        help="multiply FP8 codes with the card's bits, or decoded operands in float32 (default:"
+        " codes on cuda; decoded on cpu, where codes take the oracle about 20 times as long)",
+    )
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="parts that a batch is cut into (default 1)"
+    )
+    parser.add_argument(
+        "--loss-scale",
+        metavar="S|dynamic",
+        help="a factor on the loss; dynamic starts at 65536 and adapts (default 1)",
+    )
+    parser.add_argument(
+        "--master",
+        metavar="NAME",
+        help="master weights: float32, bfloat16_remainder, ... (default float32)",
+    )
+    parser.add_argument("--autocast", action="store_true", help="bfloat16 outside the FP8 layers")
 
 
 def _add_plot(commands: Any) -> None:
@@ -193,31 +231,31 @@ def _add_explain(commands: Any) -> None:
     explain.set_defaults(run=_explain, after_interrupt="")
 
 
-def _add_verify(commands: Any) -> None:
-    verify = commands.add_parser(
-        "verify",
-        help="compare the casts' fast forms with each other and with other libraries",
-        description="Cast float32 bit patterns to E4M3 and E5M2 in every fast form, with ml_dtypes"
-        " and with torch, and compare the codes. Exit code 1 when any differs.",
-    )
-    share = verify.add_mutually_exclusive_group()
-    share.add_argument("--exhaustive", action="store_true", help="all 2**32 patterns (minutes)")
-    share.add_argument(
-        "--sample", type=int, default=1 << 24, metavar="N", help="this many (default 2**24)"
-    )
-    verify.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
-    verify.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON, too")
-    verify.set_defaults(run=_verify, after_interrupt="Nothing was written.")
-
-
 def _training_config(given: argparse.Namespace, recipe: Recipe, seed: int) -> TrainingConfig:
-    from fp8lab.models import TransformerConfig
+    from fp8lab.models import MlpConfig, TransformerConfig
     from fp8lab.training import TrainingConfig
 
-    sizes = _given(given, ("context", "width", "layers"))
-    settings = _given(given, ("steps", "batch", "device"))
-    model = replace(TransformerConfig(), **sizes)
+    sizes = _given(given, ("context", "width", "layers", "heads"))
+    if given.model == "mlp" and "heads" in sizes:
+        raise UserError("--heads is given with --model mlp, which has none; leave it out")
+    names = ("steps", "batch", "device", "products", "microbatches", "master", "autocast")
+    settings = _given(given, (*names, "warmup", "peak_lr"))
+    settings.setdefault("products", "codes" if given.device == "cuda" else "decoded")
+    settings |= _loss_scale(given.loss_scale)
+    model = replace(MlpConfig() if given.model == "mlp" else TransformerConfig(), **sizes)
     return TrainingConfig(recipe, seed=seed, model=model, **settings)
+
+
+def _loss_scale(given: str | None) -> dict[str, Any]:
+    """The settings that `--loss-scale` stands for."""
+    if given is None:
+        return {}
+    if given == "dynamic":
+        return {"loss_scale": 65536.0, "dynamic_loss_scale": True}
+    try:
+        return {"loss_scale": float(given)}
+    except ValueError:
+        raise UserError(f"--loss-scale is {given!r}; accepted: a number, or dynamic") from None
 
 
 def _given(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -278,33 +316,9 @@ def _table(summary: dict[str, Any]) -> str:
 
 
 def _train(given: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from fp8lab.data import load_corpus
-    from fp8lab.records import RunRecorder
-    from fp8lab.training import check_device, summary_of, training_rows
-
-    config = _training_config(given, _recipe(given.recipe), given.seed)
-    check_device(config.device)
-    corpus = load_corpus(given.text)
-    corpus.check_context(config.model.context)
-    if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
-        raise UserError(f"{given.out} exists and is not empty; choose another --out")
-    rows = []
-    described = {**config.to_dict(), "corpus": {"name": corpus.name, "sha256": corpus.sha256}}
-    with (
-        RunRecorder(given.out, described, config.device) as recorder,
-        tqdm(total=config.steps, unit="step", desc=config.recipe.name) as bar,
-    ):
-        for row in training_rows(config, corpus):
-            recorder.add(row)
-            rows.append(row)
-            bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
-            bar.update()
-        result = summary_of(rows)
-        recorder.finish(result)
-    print(f"validation loss {result['validation_loss']:.4f} nats a byte; rows in {given.out}")
-    return 0
+    if given.resume is not None:
+        return resume_training(given)
+    return start_training(given, _training_config(given, _recipe(given.recipe), given.seed))
 
 
 def _recipe(name: str) -> Recipe:
@@ -341,30 +355,6 @@ def _explain(given: argparse.Namespace) -> int:
     fmt = target_named(given.format)
     print(explain(given.value, fmt, scale=given.scale, dtype=given.dtype))
     return 0
-
-
-def _verify(given: argparse.Namespace) -> int:
-    from fp8lab.records import to_json, write_atomically
-    from fp8lab.verify import verify
-
-    out: Path | None = given.out
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"--out is {out}, but {out.parent} is not a folder")
-    share = "--exhaustive" if given.exhaustive else f"--sample {given.sample}"
-    command = f"fp8lab verify {share} --jobs {given.jobs}"
-    row = verify(None if given.exhaustive else given.sample, given.jobs, command=command)
-    failed = [check for check in row["checks"] if check["differences"]]
-    for check in row["checks"]:
-        print(f"{check['format']}  {check['check']}: {check['differences']} differ")
-    for reason in row["skipped"]:
-        print(f"skipped: {reason}")
-    for check in failed:
-        print(check["first"])
-    print(f"{row['patterns']} patterns in {row['seconds']} s")
-    if out is not None:
-        write_atomically(out, to_json(row, indent=2) + "\n")
-        print(f"result: {out}")
-    return 1 if failed else 0
 
 
 def _info(given: argparse.Namespace) -> int:

@@ -1,235 +1,349 @@
 """A linear layer whose three products take FP8 operands.
 
-    forward          y  = x w^T     sums over K
-    data gradient    dx = dy w      sums over N
-    weight gradient  dw = dy^T x    sums over the rows (tokens)
+x is (rows, K), w is (N, K), dy is (rows, N). Each operand is cast by the recipe; the products take
+its codes, as it is and transposed. Policies with one scale cast an operand once for both of its
+products. Rows and blocks cast it twice from high precision, once along each dimension, since a
+block must lie along the summed dimension; square blocks hold the same elements either way.
 
-x is (rows, K), w is (N, K), dy is (rows, N). Each operand is cast by its recipe, decoded, and the
-products are float32 products of the decoded operands (`torch.matmul`; TF32 stays off).
+When what happens (`docs/training.md` tells why):
 
-Tensor-wise policies cast an operand once for both of its products. Block scaling casts it twice
-from high precision, once along each dimension, since a block must lie along the summed dimension.
+- The weight is cast when it is first used after it (or its delayed scale) changed, and its codes
+  serve every product until then. A change is a step of any optimizer, or what torch counts
+  (`Tensor._version`): an edit in place, a loaded state. Edits through `weight.data` outside an
+  optimizer are not seen, and `forget_weights` tells the layers of them.
+- Delayed scaling records an amax in training mode alone, and never inside a backward pass but that
+  of the output gradient. `advance_scaling` moves the scales on, once an optimizer step.
+- A backward pass uses the codes and scales of its own forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8lab import ops
+from fp8lab.errors import UserError
+from fp8lab.linear_casts import CastStatistics, OperandCast, version_of
+from fp8lab.linear_compiled import compiled_linear, register
+from fp8lab.linear_products import MODES, LinearFunction, Side, forward_products, sides
+from fp8lab.linear_replay import in_backward, recompute_contexts, recorder, replayed
+from fp8lab.linear_state import (
+    DelayedGroup,
+    advance_scaling,
+    amax_is_finite,
+    delayed_groups,
+    operand_casts,
+)
+from fp8lab.ops_linear import Codes
 from fp8lab.recipes import (
     OPERANDS,
-    BlockScaling,
-    CurrentScaling,
+    PRODUCT_OPERANDS,
+    PRODUCTS,
     DelayedScaling,
-    NoScaling,
-    Operand,
     Recipe,
     StaticScaling,
 )
 
+__all__ = [
+    "MODES",
+    "CastStatistics",
+    "DelayedGroup",
+    "Fp8Linear",
+    "OperandCast",
+    "advance_scaling",
+    "amax_is_finite",
+    "delayed_groups",
+    "forget_weights",
+    "operand_casts",
+    "recompute_contexts",
+]
 
-@dataclass(frozen=True)
-class CastStatistics:
-    """What one cast of one tensor did.
-
-    Attributes:
-        amax: The largest magnitude of the tensor (NaN and Inf are shown when present).
-        scale: The scale it was multiplied by; for blocks, the smallest of them.
-        overflow: Share of all elements that are finite, but whose scaled value rounds past the
-            largest finite code (so that it was clipped).
-        underflow: Share of the elements that are not zero whose code is a zero.
-    """
-
-    amax: float
-    scale: float
-    overflow: float
-    underflow: float
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class OperandCast(nn.Module):
-    """How one operand of one layer is cast, with the state that this needs.
-
-    For delayed scaling `scale` and `amax_history` are buffers: they are training state, and
-    `state_dict` carries them.
-    """
-
-    scale: Tensor
-    amax_history: Tensor
-
-    def __init__(self, operand: Operand) -> None:
-        super().__init__()
-        self.operand = operand
-        self.observe = False
-        self.statistics: CastStatistics | None = None
-        scaling = operand.scaling
-        if isinstance(scaling, StaticScaling):
-            self.register_buffer("scale", torch.tensor(scaling.scale, dtype=torch.float32))
-        elif isinstance(scaling, DelayedScaling):
-            self.register_buffer("scale", torch.ones((), dtype=torch.float32))
-            self.register_buffer("amax_history", torch.zeros(scaling.history))
-
-    def forward(self, x: Tensor, *, both: bool = True) -> tuple[Tensor, Tensor]:
-        """Cast a float32 matrix and decode it again.
-
-        Args:
-            x: (rows, columns), float32.
-            both: Whether the second result is needed.
-
-        Returns:
-            The decoded float32 operand for a product that sums over its columns, and the one for a
-            product that sums over its rows (the same tensor unless blocks differ; when `both` is
-            False the first one twice).
-        """
-        x = x.detach().contiguous()
-        scaling = self.operand.scaling
-        if isinstance(scaling, NoScaling):
-            rounded = x.to(torch.bfloat16).to(torch.float32)
-            if self.observe:
-                self._record(x, torch.ones_like(x), rounded)
-            return rounded, rounded
-        if isinstance(scaling, BlockScaling):
-            along_columns = self._cast_blocks(x, scaling)
-            if not both:
-                return along_columns, along_columns
-            return along_columns, self._cast_blocks(x.t().contiguous(), scaling, False).t()
-        decoded = self._cast_tensor(x, scaling)
-        return decoded, decoded
-
-    def advance(self) -> None:
-        """Move delayed scaling's history on by one step; nothing for other policies."""
-        scaling = self.operand.scaling
-        if isinstance(scaling, DelayedScaling):
-            ops.update_delayed_(
-                self.scale,
-                self.amax_history,
-                self.operand.float8,
-                margin=scaling.margin,
-                algorithm=scaling.algorithm,
-                power_of_two=scaling.power_of_two,
-            )
-
-    def _cast_tensor(
-        self, x: Tensor, scaling: StaticScaling | CurrentScaling | DelayedScaling
-    ) -> Tensor:
-        fmt = self.operand.float8
-        amax_out = None
-        if isinstance(scaling, CurrentScaling):
-            scale = ops.scale_from_amax(
-                ops.amax(x), fmt, margin=scaling.margin, power_of_two=scaling.power_of_two
-            )
-        else:
-            # A copy: the cast of this step must not change when the state moves on.
-            scale = self.scale.clone()
-            if isinstance(scaling, DelayedScaling) and self.training:
-                amax_out = self.amax_history[:1]
-        codes = ops.quantize(x, fmt, scale=scale, amax_out=amax_out)
-        decoded = ops.dequantize(codes, inverse_scale=1.0 / scale)
-        if self.observe:
-            self._record(x, scale.expand_as(x), decoded)
-        return decoded
-
-    def _cast_blocks(self, x: Tensor, scaling: BlockScaling, record: bool = True) -> Tensor:
-        block = (1, scaling.length)
-        codes, inverse_scale = ops.quantize_blocks(
-            x, self.operand.float8, block=block, power_of_two=scaling.power_of_two
-        )
-        wide = ops.expand_blocks(inverse_scale, block, x.shape)
-        decoded = ops.dequantize(codes) * wide
-        if self.observe and record:
-            self._record(x, 1.0 / wide, decoded)
-        return decoded
-
-    def _record(self, x: Tensor, scale: Tensor, decoded: Tensor) -> None:
-        """Note what a cast did; `scale` has x's shape."""
-        clipped = torch.zeros_like(x, dtype=torch.bool)
-        if not isinstance(self.operand.scaling, NoScaling):  # BF16 reaches as far as float32
-            fmt = self.operand.float8
-            y = (x * scale).abs()
-            beyond = y >= fmt.overflow_edge if fmt.max_code % 2 else y > fmt.overflow_edge
-            clipped = x.isfinite() & beyond
-        filled = x != 0
-        lost = filled & (decoded == 0)
-        self.statistics = CastStatistics(
-            amax=float(ops.amax(x)),
-            # Blocks of zeros have scale 1, which says nothing.
-            scale=float(scale[filled].min()) if bool(filled.any()) else 1.0,
-            overflow=float(clipped.sum()) / max(x.numel(), 1),
-            underflow=float(lost.sum()) / max(float(filled.sum()), 1.0),
-        )
-
-
-class Fp8Linear(nn.Module):
+class Fp8Linear(nn.Linear):
     """`y = x w^T + bias` with each operand cast as a recipe says.
 
     Args:
         in_features, out_features: K and N.
-        recipe: How input, weight and output gradient are cast.
-        bias: Whether there is a bias (float32, added after the product).
+        recipe: How input, weight and output gradient are cast, and the products computed.
+        bias: Whether there is a bias.
+        products: One of `MODES`: "codes" multiplies FP8 codes with the card's arithmetic (the
+            oracle on the CPU, the kernels on a GPU; the same bits), "kernels" is the same but
+            refuses a CPU outside the interpreter, "decoded" multiplies the decoded operands in
+            float32 with torch (fast on a CPU; not the card's bits).
+        device, dtype: Of weight and bias: float32 (master weights), bfloat16 or float16.
 
-    The weight and bias are float32: they are the master weights.
+    A new layer's weight and bias are zeros; `fp8lab.convert` keeps those of the layer it changes.
+
+    Attributes:
+        recipe, products: As given.
+        casts: The three `OperandCast`s, by role.
+        label: Its name in the model that `fp8lab.convert` was given, for reports.
+
+    Raises:
+        UserError: Products of codes that the tensor core does not have: another format, or blocks
+            of other lengths.
     """
 
+    recipe: Recipe
+    products: str
+    casts: nn.ModuleDict
+    label: str
+
     def __init__(
-        self, in_features: int, out_features: int, recipe: Recipe, *, bias: bool = True
+        self,
+        in_features: int,
+        out_features: int,
+        recipe: Recipe,
+        *,
+        bias: bool = True,
+        products: str = "codes",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self.casts = nn.ModuleDict({role: OperandCast(recipe.operand(role)) for role in OPERANDS})
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features, **where))
+        self.bias = nn.Parameter(torch.zeros(out_features, **where)) if bias else None  # type: ignore[assignment]
+        self.prepare(recipe, products)
+
+    def prepare(self, recipe: Recipe, products: str) -> None:
+        """Take a recipe: what makes a `torch.nn.Linear` whose class was changed a whole layer."""
+        check_products(recipe, products)
+        self.recipe, self.products = recipe, products
+        self.label = ""
+        device = self.weight.device
+        self.casts = nn.ModuleDict(
+            {role: OperandCast(recipe.operand(role), device=device) for role in OPERANDS}
+        )
+        self.casts.train(self.training)
+        self._cached: WeightCodes | None = None
+        self._handle = register(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x is (..., K), float32; the result is (..., N), float32.
+        """x is (..., K), float32, bfloat16 or float16; the result is (..., N), of x's dtype.
+
+        Under autocast x is cast to autocast's dtype first, as torch's own layer does.
 
         Raises:
-            TypeError: x is not float32.
+            TypeError: x has another dtype.
             ValueError: Its last dimension is not K.
+            UserError: Kernels are asked for, but x is where they do not run.
         """
-        if x.dtype != torch.float32:
-            raise TypeError(f"x has dtype {x.dtype}; accepted: float32 (call .float() first)")
-        if x.dim() == 0 or x.shape[-1] != self.weight.shape[1]:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; accepted: (..., {self.weight.shape[1]})"
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        rows = self._checked_rows(x)
+        if torch.compiler.is_compiling():
+            y = compiled_linear(rows, self.weight, self.bias, self, self._handle)
+        elif torch.is_grad_enabled() and (
+            x.requires_grad or self.weight.requires_grad or self._bias_needs_grad
+        ):
+            y = LinearFunction.apply(rows, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        else:
+            y, _ = forward_products(rows, self.weight, self.bias, self, {"forward": True})
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """What is shown of it: sizes, recipe, and how its products are computed."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}, products={self.products}"
+
+    def cast_of(self, role: str) -> OperandCast:
+        """The cast of "input", "weight" or "grad_output"."""
+        found = self.casts[role]
+        assert isinstance(found, OperandCast)
+        return found
+
+    @property
+    def records(self) -> bool:
+        """Whether a forward pass now notes amaxes: in training, and not when it is done again."""
+        return self.training and not in_backward()
+
+    @property
+    def makes_scales(self) -> bool:
+        """Whether every cast of the input makes scales of its own, which nothing else keeps."""
+        return not isinstance(self.recipe.input.policy(True), StaticScaling | DelayedScaling)
+
+    def forget_weight(self) -> None:
+        """Cast the weight again at its next use, whatever torch knows of it."""
+        self._cached = None
+
+    def weight_sides(self, weight: Tensor) -> dict[str, Side]:
+        """The weight as its products take it, cast when it changed.
+
+        All layouts are made at once, so that its codes do not depend on who asks first.
+        """
+        kept = replayed(self)
+        if kept is not None:
+            again: dict[str, Side] = kept
+            return again
+        record = self.records
+        cached = self._weight_codes(weight, record)
+        if record:
+            cached.record(self.cast_of("weight"))
+        keep = recorder()
+        if keep is not None:
+            keep(self, cached.sides)
+        return cached.sides
+
+    def weight_codes(self, weight: Tensor) -> tuple[Side, Codes | None]:
+        """The weight as the forward product takes it, and its codes where it is FP8 there."""
+        cached = self._weight_codes(weight, False)
+        return cached.sides["forward"], cached.plain if self.recipe.in_fp8("forward") else None
+
+    def _weight_codes(self, weight: Tensor, record: bool) -> WeightCodes:
+        cast = self.cast_of("weight")
+        cached = self._cached
+        state = _state_of(weight, cast)
+        if cached is None or state is None or cached.state != state:
+            cached = self._cached = self._cast_weight(cast, weight, state, record)
+        elif cast.observe:
+            cast.note(weight, cached.plain)
+        return cached
+
+    def _cast_weight(
+        self, cast: OperandCast, weight: Tensor, state: tuple[int, ...] | None, record: bool
+    ) -> WeightCodes:
+        amax = None
+        if cast.delayed is not None and not record:
+            amax = torch.zeros(1, dtype=torch.float32, device=weight.device)
+        found, plain = sides(
+            cast,
+            weight,
+            self.recipe,
+            "weight",
+            {"forward": True, "data_grad": True},
+            self.products,
+            record=record,
+            amax_out=amax,
+        )
+        return WeightCodes(state, found, plain, amax)
+
+    @property
+    def _bias_needs_grad(self) -> bool:
+        return self.bias is not None and self.bias.requires_grad
+
+    def _checked_rows(self, x: Tensor) -> Tensor:
+        """x as (rows, K), or an error that says what it should be."""
+        if x.dtype not in DTYPES:
+            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(f"x has dtype {x.dtype}; accepted: {accepted}")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x has shape {tuple(x.shape)}; accepted: (..., {self.in_features})")
+        if self.products == "kernels" and not torch.compiler.is_compiling():
+            check_kernels(x.device)
+        return x if x.dim() == 2 else x.reshape(-1, self.in_features)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy casts its own weight.
+        return self.__dict__ | {"_cached": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = register(self)
+
+
+@dataclass
+class WeightCodes:
+    """A weight's codes, and when they were made.
+
+    Attributes:
+        state: What torch knew of the weight and its scale then; None where it counts no changes.
+        sides: What the products take.
+        plain: The codes of the weight as it is.
+        amax: Its amax, for a delayed policy whose history does not have it yet.
+    """
+
+    state: tuple[int, ...] | None
+    sides: dict[str, Side]
+    plain: Codes | None
+    amax: Tensor | None
+
+    def record(self, cast: OperandCast) -> None:
+        """Merge the amax into slot 0 of the history, once for each cast of the weight."""
+        if self.amax is not None:
+            slot = cast.amax_history[:1].view(torch.int32)
+            torch.maximum(slot, self.amax.view(torch.int32), out=slot)
+            self.amax = None
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Tell the layers of a model that weights changed where torch does not see it (`.data`)."""
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.forget_weight()
+
+
+def check_products(recipe: Recipe, products: str) -> None:
+    """Refuse products that there are not, and codes that the tensor core cannot multiply.
+
+    Raises:
+        UserError: With what is accepted.
+    """
+    if products not in MODES:
+        raise UserError(f"products is {products!r}; accepted: {', '.join(MODES)}")
+    if products == "decoded":
+        return
+    for name in PRODUCTS:
+        if not recipe.in_fp8(name):
+            continue
+        lengths = recipe.block_lengths(name)
+        if lengths - {32, 128} or len(lengths) > 1:
+            shown = ", ".join(str(length) for length in sorted(lengths))
+            raise UserError(
+                f"recipe {recipe.name!r}: the {name} product has blocks of {shown}; the FP8 product"
+                ' takes one length, 128 or 32 (products="decoded" takes any)'
             )
-        rows = x.reshape(-1, x.shape[-1])
-        y: Tensor = _Products.apply(rows, self.weight, self)  # type: ignore[no-untyped-call]
-        if self.bias is not None:
-            y = y + self.bias
-        return y.reshape(*x.shape[:-1], self.weight.shape[0])
+        for role, _ in PRODUCT_OPERANDS[name]:
+            fmt = recipe.operand(role).format
+            if fmt not in ("E4M3", "E5M2"):
+                raise UserError(
+                    f"recipe {recipe.name!r}: {role} is {fmt}; the FP8 product takes E4M3 and E5M2"
+                    ' (products="decoded" takes any)'
+                )
 
 
-class _Products(torch.autograd.Function):
-    """The three products. Backward uses the operands as its own forward cast them."""
+def check_kernels(device: torch.device) -> None:
+    """Refuse a device on which the kernels do not run.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
-        need_backward = any(ctx.needs_input_grad)
-        x_forward, x_weight_grad = layer.casts["input"](x, both=need_backward)
-        w_forward, w_data_grad = layer.casts["weight"](weight, both=need_backward)
-        ctx.save_for_backward(x_weight_grad, w_data_grad)
-        ctx.layer = layer
-        y: Tensor = x_forward @ w_forward.t()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        dy_data_grad, dy_weight_grad = ctx.layer.casts["grad_output"](grad_outputs[0])
-        return dy_data_grad @ weight, dy_weight_grad.t() @ x, None
+    Raises:
+        UserError: A CPU, outside a process with TRITON_INTERPRET=1.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu"
+    if device.type != "cuda" and not interpreted:
+        raise UserError(
+            f'products is "kernels", but the layer is on {device}; move the model to a CUDA device,'
+            ' or take products="codes" (the oracle computes on the CPU, with the same bits)'
+        )
 
 
-def operand_casts(model: nn.Module) -> Iterator[tuple[str, OperandCast]]:
-    """Every cast of a model with its name: `blocks.0.qkv.input` and so on."""
-    for name, module in model.named_modules():
-        if isinstance(module, OperandCast):
-            yield name.replace(".casts.", "."), module
+def _state_of(weight: Tensor, cast: OperandCast) -> tuple[int, ...] | None:
+    """What changes when the weight or its scale does; None for a tensor that counts no changes.
+
+    Codes are a function of both, so that a model that was loaded makes the same ones.
+    """
+    state = version_of(weight)
+    if state is None:
+        return None
+    if cast.delayed is None:
+        return (*state, _optimizer_steps)
+    scale = version_of(cast.scale)
+    return None if scale is None else (*state, _optimizer_steps, *scale)
 
 
-def advance_scaling(model: nn.Module) -> None:
-    """Move every delayed scaling state on by one step (once a microbatch)."""
-    for _, cast in operand_casts(model):
-        cast.advance()
+# Steps of any optimizer of this process. One may write a weight so that torch does not count it
+# (through `.data`; a sharded one whose whole is gathered into the same memory).
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8lab.bridge import to_numpy, to_torch
 from fp8lab.emulation import casting, scaling
 from fp8lab.formats import Float8Format
+from fp8lab.observe import observed
 
 
 def quantize(
@@ -57,6 +58,7 @@ def dequantize(codes: Tensor, *, inverse_scale: Tensor | None = None) -> Tensor:
     return to_torch(casting.dequantize(to_numpy(codes), inverse_scale=factor))
 
 
+@observed("amax")
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude, a 0-d float32 tensor on x's device; NaN and Inf when present."""
     if x.is_cuda:
@@ -67,10 +69,51 @@ def amax(x: Tensor) -> Tensor:
     return to_torch(scaling.amax(to_numpy(x)))
 
 
+@observed("scale")
+def current_scale(
+    amax: Tensor,
+    fmt: Float8Format,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    preset: str = "fp8lab",
+) -> tuple[Tensor, Tensor]:
+    """Current scaling's scale and its inverse, of amax's shape.
+
+    By `scale_from_amax`, or for the preset "torchao" by `fp8lab.emulation.scaling.current_scale`,
+    whose 0 and NaN (for an amax of Inf or NaN) are taken for 1, as the other presets give.
+    """
+    if preset == "torchao":
+        scale = _torchao_scale(amax, fmt, power_of_two)
+        scale = torch.where(scale.isfinite() & (scale > 0), scale, 1.0)
+        return scale, 1.0 / scale
+    if amax.is_cuda:
+        from fp8lab.kernels.scaling import scale_from_amax as kernel
+
+        inverse = torch.empty_like(amax)
+        found: Tensor = kernel(
+            amax, fmt, margin=margin, power_of_two=power_of_two, inverse_out=inverse
+        )
+        return found, inverse
+    scale = scale_from_amax(amax, fmt, margin=margin, power_of_two=power_of_two)
+    return scale, 1.0 / scale
+
+
+def _torchao_scale(amax: Tensor, fmt: Float8Format, power_of_two: bool) -> Tensor:
+    if amax.is_cuda:
+        from fp8lab.kernels.scaling import current_scale as kernel
+
+        scale: Tensor = kernel(amax, fmt, preset="torchao", power_of_two=power_of_two)
+        return scale
+    return to_torch(
+        scaling.current_scale(to_numpy(amax), fmt, preset="torchao", power_of_two=power_of_two)
+    )
+
+
 def scale_from_amax(
     amax: Tensor, fmt: Float8Format, *, margin: int = 0, power_of_two: bool = False
 ) -> Tensor:
-    """Current scaling's scale; see `fp8lab.emulation.scaling.scale_from_amax` (previous is 1)."""
+    """A scale from an amax; see `fp8lab.emulation.scaling.scale_from_amax` (previous is 1)."""
     if amax.is_cuda:
         from fp8lab.kernels.scaling import scale_from_amax as kernel
 
@@ -118,6 +161,7 @@ def expand_blocks(per_block: Tensor, block: tuple[int, int], shape: torch.Size) 
     return wide[: shape[0], : shape[1]]
 
 
+@observed("scale_update")
 def update_delayed_(
     scale: Tensor,
     amax_history: Tensor,
@@ -126,12 +170,14 @@ def update_delayed_(
     margin: int = 0,
     algorithm: str = "max",
     power_of_two: bool = False,
+    group_amax: Tensor | None = None,
 ) -> None:
     """Advance delayed scaling in place; see `fp8lab.emulation.scaling.update_delayed`.
 
     Args:
         scale: float32, (...): one tensor's, or those of many.
         amax_history: (L, ...) float32; slot 0 holds this step's amax.
+        group_amax: The largest slot 0 of all ranks, of scale's shape.
     """
     if scale.is_cuda:
         from fp8lab.kernels.scaling import DelayedScalingState
@@ -143,7 +189,10 @@ def update_delayed_(
             margin=margin,
             algorithm=algorithm,
             power_of_two=power_of_two,
+            group_amax=group_amax,
         )
+        # As torch does for its own: whoever derived something from the scale sees that it moved.
+        torch.autograd.graph.increment_version([scale, amax_history])
         return
     state = scaling.update_delayed(
         scaling.DelayedScalingState(to_numpy(scale), to_numpy(amax_history)),
@@ -151,6 +200,7 @@ def update_delayed_(
         margin=margin,
         algorithm=algorithm,
         power_of_two=power_of_two,
+        group_amax=None if group_amax is None else to_numpy(group_amax),
     )
     scale.copy_(to_torch(state.scale))
     amax_history.copy_(to_torch(state.amax_history))

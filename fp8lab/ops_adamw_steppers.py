@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,22 @@ from fp8lab.emulation.casting import quantize
 from fp8lab.emulation.moments import StoredMoment
 from fp8lab.emulation.random import random_words
 from fp8lab.formats import BFLOAT16
+from fp8lab.observe import observed
 from fp8lab.ops_adamw import MOMENTS, PARTS, AdamFormats, StepNumbers, Stepper, WeightCopies
 
 if TYPE_CHECKING:
     from fp8lab.kernels.adamw_plan import AdamPlan
+
+
+class StepperParts(NamedTuple):
+    """The arguments of `make_stepper`."""
+
+    params: Sequence[Tensor]
+    states: Sequence[dict[str, Tensor]]
+    formats: AdamFormats
+    groups: Sequence[int]
+    random_offsets: Sequence[int]
+    copies: Sequence[WeightCopies]
 
 
 class _Parameters:
@@ -47,10 +59,18 @@ class _Parameters:
         self._code_format = next(iter(found), None)
         self._draws = formats.master == "bfloat16_stochastic"
 
+    @property
+    def parts(self) -> StepperParts:
+        """What a step reads and writes, as `make_stepper` was given it."""
+        return StepperParts(
+            self._params, self._states, self._formats, self._groups, self._offsets, self._copies
+        )
+
 
 class OracleStepper(_Parameters):
     """A `Stepper` on the CPU."""
 
+    @observed("optimizer")
     def step(
         self,
         grads: Sequence[Tensor],
@@ -63,6 +83,7 @@ class OracleStepper(_Parameters):
         for place, grad in enumerate(grads):
             self._take(place, grad, numbers[self._groups[place]], factor, seed)
 
+    @observed("counted_optimizer")
     def counted_step(
         self,
         grads: Sequence[Tensor],
@@ -115,6 +136,7 @@ class KernelStepper(_Parameters):
     _plan: AdamPlan | None = None
     _constants: Tensor | None = None  # of counted steps: a CUDA graph reads them where they lie
 
+    @observed("optimizer")
     def step(
         self,
         grads: Sequence[Tensor],
@@ -148,6 +170,7 @@ class KernelStepper(_Parameters):
         plan.launch(constants.to(device, non_blocking=True), factor=factor, seed=words)
         self._changed()
 
+    @observed("counted_optimizer")
     def counted_step(
         self,
         grads: Sequence[Tensor],

@@ -108,8 +108,38 @@ class RunRecorder:
         self.folder = folder
         write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
         write_atomically(folder / "environment.json", to_json(environment(device), indent=2) + "\n")
-        self._started = time.perf_counter()
-        self._rows = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._open("w", 0.0)
+
+    @classmethod
+    def reopen(cls, folder: Path, last_step: int) -> tuple[RunRecorder, list[Row]]:
+        """Go on in a run's folder after `last_step`; rows past it are cut off, in one go.
+
+        Returns:
+            The recorder, whose clock goes on from the last row's, and the rows that stay.
+
+        Raises:
+            UserError: There are no rows up to that step.
+        """
+        path = folder / "metrics.jsonl"
+        rows: list[Row] = []
+        kept = []
+        for line in _row_lines(path):
+            row = _row_of(line)
+            if row is None or row.get("step", 0) > last_step:
+                break  # what a run that was killed wrote after its checkpoint, whole or torn
+            rows.append(row)
+            kept.append(line)
+        if (rows[-1]["step"] if rows else 0) != last_step:
+            raise UserError(f"{path} has no rows up to step {last_step}; it was changed")
+        write_atomically(path, "".join(line + "\n" for line in kept))
+        recorder = cls.__new__(cls)
+        recorder.folder = folder
+        recorder._open("a", rows[-1].get("time", {}).get("seconds", 0.0))
+        return recorder, rows
+
+    def _open(self, mode: str, seconds: float) -> None:
+        self._started = time.perf_counter() - seconds
+        self._rows = (self.folder / "metrics.jsonl").open(mode, encoding="utf-8")
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -128,12 +158,32 @@ class RunRecorder:
         self._rows.write(to_json({**row, "time": {"seconds": seconds}}) + "\n")
         self._rows.flush()
 
+    def sync(self) -> None:
+        """Wait until the rows so far are on the disk."""
+        os.fsync(self._rows.fileno())
+
     def finish(self, result: Mapping[str, Any]) -> None:
         """Say how the run ended; a folder with this file is complete."""
-        os.fsync(self._rows.fileno())  # the result must not reach the disk before its rows
+        self.sync()  # the result must not reach the disk before its rows
         seconds = round(time.perf_counter() - self._started, 4)
         whole = {**result, "time": {"seconds": seconds}}
         write_atomically(self.folder / "result.json", to_json(whole, indent=2) + "\n")
+
+
+def _row_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read rows from {path}: {error.strerror}") from None
+
+
+def _row_of(line: str) -> Row | None:
+    """A row, or None where the line is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def environment(device: str) -> dict[str, Any]:

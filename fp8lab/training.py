@@ -1,10 +1,11 @@
-"""Train the small transformer on bytes under a recipe: one run, as a stream of rows."""
+"""Train a small model on bytes under a recipe: one run, as a stream of rows."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from fp8lab.data import Corpus, sample_batch, validation_windows
 from fp8lab.errors import UserError
-from fp8lab.linear import OperandCast, advance_scaling, operand_casts
-from fp8lab.models import Transformer, TransformerConfig
+from fp8lab.gradients import LossScaler, UpdateStep
+from fp8lab.linear import MODES, OperandCast, operand_casts
+from fp8lab.models import ModelConfig, TransformerConfig, build_model
 from fp8lab.optimizer import AdamW
+from fp8lab.optimizer_formats import MASTER_FORMATS, MOMENT_FORMATS
 from fp8lab.recipes import Recipe
 from fp8lab.records import Row, short_float32
 
@@ -27,6 +30,9 @@ _RANGES = {
     "observe_every": (1, 10**9),
     "validate_every": (1, 10**9),
     "validation_count": (1, 10**6),
+    "microbatches": (1, 65536),
+    "warmup": (0, 10**9),
+    "peak_lr": (0.0, 1e30),
 }
 
 
@@ -39,7 +45,7 @@ class TrainingConfig:
         seed: Of the initial weights and of the batches.
         steps: Optimizer steps; the length of the learning-rate schedule too.
         batch: Sequences a step.
-        model: Sizes of the transformer.
+        model: Sizes of the model, and which one it is.
         peak_lr: Learning rate after warm-up.
         warmup: Steps of linear warm-up; then a cosine down to `final_lr` times the peak.
         final_lr: See warmup; 0 to 1.
@@ -49,13 +55,24 @@ class TrainingConfig:
         validate_every: Steps between validations; the last step validates as well.
         validation_count: Validation windows, evenly spread over the validation part.
         device: "cpu" (the oracle) or "cuda" (the kernels).
+        products: How layers compute their products, see `fp8lab.linear.Fp8Linear`. "decoded", the
+            default, multiplies decoded operands in float32: as fast as torch on a CPU. "codes" has
+            the card's bits, and takes the oracle about a second a step at the default sizes.
+        microbatches: How many parts a batch is cut into, their gradients accumulated.
+        loss_scale: A factor on the loss, or the first one where `dynamic_loss_scale`.
+        dynamic_loss_scale: Whether it adapts; see `fp8lab.gradients.LossScaler`.
+        exp_avg, exp_avg_sq: What the optimizer keeps its moments in, by
+            `fp8lab.optimizer_formats.MOMENT_FORMATS`.
+        master: What the optimizer keeps of weights: "float32", or bfloat16 weights with one of the
+            other master formats.
+        autocast: Whether layers outside FP8 compute in bfloat16 (`torch.autocast`).
     """
 
     recipe: Recipe
     seed: int = 0
     steps: int = 160
     batch: int = 16
-    model: TransformerConfig = field(default_factory=TransformerConfig)
+    model: ModelConfig = field(default_factory=TransformerConfig)
     peak_lr: float = 3e-3
     warmup: int = 40
     final_lr: float = 0.1
@@ -67,14 +84,34 @@ class TrainingConfig:
     validate_every: int = 20
     validation_count: int = 64
     device: str = "cpu"
+    products: str = "decoded"
+    microbatches: int = 1
+    loss_scale: float = 1.0
+    dynamic_loss_scale: bool = False
+    exp_avg: str = "float32"
+    exp_avg_sq: str = "float32"
+    master: str = "float32"
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         for name, (smallest, largest) in _RANGES.items():
             value = getattr(self, name)
             if not smallest <= value <= largest:
                 raise UserError(f"{name} is {value}; accepted: {smallest} to {largest}")
-        if self.device not in ("cpu", "cuda"):
-            raise UserError(f"device is {self.device!r}; accepted: cpu, cuda")
+        for name, accepted in (
+            ("device", ("cpu", "cuda")),
+            ("products", MODES),
+            ("exp_avg", MOMENT_FORMATS),
+            ("exp_avg_sq", MOMENT_FORMATS),
+            ("master", MASTER_FORMATS),
+        ):
+            if getattr(self, name) not in accepted:
+                shown = ", ".join(accepted)
+                raise UserError(f"{name} is {getattr(self, name)!r}; accepted: {shown}")
+        if self.batch % self.microbatches:
+            raise UserError(
+                f"batch is {self.batch}, which {self.microbatches} microbatches do not divide"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the records."""
@@ -93,57 +130,129 @@ def check_device(device: str) -> None:
 def training_rows(config: TrainingConfig, corpus: Corpus) -> Iterator[Row]:
     """Train, yielding a row after each step.
 
-    A row has step, loss (of the batch before the update, nats a byte), lr, grad_norm (before
-    clipping); on observed steps `casts`, by name; on validation steps `validation_loss`. A loss
-    that is not finite ends the run with that row.
+    A row has step, loss (of the batch before the update, nats a byte), lr, grad_norm (unscaled,
+    before clipping); `skipped` where the step was; `loss_scale` where that adapts; on observed
+    steps `casts`, by name; on validation steps `validation_loss`. A loss that is not finite ends
+    the run with that row.
 
     Raises:
         UserError: The corpus is shorter than a context, or there is no such device.
     """
-    check_device(config.device)
-    corpus.check_context(config.model.context)
-    _make_deterministic(config.device)
-    model = Transformer(config.model, config.recipe, seed=config.seed).to(config.device)
-    optimizer = _optimizer(model, config)
-    rng = np.random.default_rng(config.seed)
-    validation = validation_windows(
-        corpus.validation, config.model.context, config.validation_count
-    )
+    run = TrainingRun(config, corpus)
+    while run.step < config.steps:
+        row = run.advance()
+        yield row
+        if not math.isfinite(row["loss"]):
+            return
 
-    for step in range(1, config.steps + 1):
-        last = step == config.steps
-        observe = step == 1 or step % config.observe_every == 0 or last
-        casts = dict(operand_casts(model))
+
+class TrainingRun:
+    """The live objects of a run, and its next step.
+
+    Attributes:
+        config: What it is.
+        step: Steps done.
+        model, optimizer, update, rng: What the steps change: the model with its scaling state, the
+            optimizer with its moments, the loss scale (`update.scaler`), the batches to come.
+    """
+
+    def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
+        """Build everything; errors are those of `training_rows`."""
+        check_device(config.device)
+        corpus.check_context(config.model.context)
+        _make_deterministic(config.device)
+        self.config, self.step = config, 0
+        self._train = corpus.train
+        self._validation = validation_windows(
+            corpus.validation, config.model.context, config.validation_count
+        )
+        dtype = torch.float32 if config.master == "float32" else torch.bfloat16
+        self.model = build_model(
+            config.model, config.recipe, seed=config.seed, products=config.products
+        ).to(config.device)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self.optimizer = _optimizer(self.model, config)
+        scaler = LossScaler(config.loss_scale, dynamic=config.dynamic_loss_scale)
+        self.update = UpdateStep(
+            self.model, self.optimizer, scaler=scaler, clip_norm=config.clip_norm
+        )
+        self.rng = np.random.default_rng(config.seed)
+
+    def advance(self) -> Row:
+        """Do the next step; return its row, see `training_rows`."""
+        config = self.config
+        self.step += 1
+        last = self.step == config.steps
+        observe = self.step == 1 or self.step % config.observe_every == 0 or last
+        casts = dict(operand_casts(self.model))
         for cast in casts.values():
             cast.observe = observe
-        lr = learning_rate(config, step)
-        for group in optimizer.param_groups:
+        lr = learning_rate(config, self.step)
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
 
         batch = sample_batch(
-            corpus.train, batch=config.batch, context=config.model.context, rng=rng
+            self._train, batch=config.batch, context=config.model.context, rng=self.rng
         )
-        loss = _loss(model, batch, config.device)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-        optimizer.step()
-        advance_scaling(model)
-
+        loss = self.gradients(batch)
+        summary = self.update()
         row: Row = {
-            "step": step,
+            "step": self.step,
             "loss": short_float32(loss.item()),
             "lr": lr,
-            "grad_norm": short_float32(grad_norm.item()),
+            "grad_norm": short_float32(summary.norm.item()),
         }
+        if int(summary.skip):
+            row["skipped"] = True
+        if config.dynamic_loss_scale:
+            row["loss_scale"] = self.update.scaler.scale.item()
         if observe:
             row["casts"] = {name: _observation(cast) for name, cast in casts.items()}
-        diverged = not math.isfinite(row["loss"])
-        if not diverged and (last or step % config.validate_every == 0):
-            row["validation_loss"] = _validate(model, validation, config)
-        yield row
-        if diverged:
-            return
+            for cast in casts.values():
+                cast.observe = False
+        if math.isfinite(row["loss"]) and (last or self.step % config.validate_every == 0):
+            row["validation_loss"] = self._validate()
+        return row
+
+    def fixed_batch(self) -> tuple[Any, ...]:
+        """A batch of validation windows, over and over where they are few: always the same."""
+        places = np.arange(self.config.batch) % len(self._validation[0])
+        return tuple(side[places] for side in self._validation)
+
+    def gradients(self, batch: tuple[Any, ...]) -> Tensor:
+        """Gradients of a batch of `config.batch`, in microbatches; returns the batch's loss."""
+        config = self.config
+        self.update.zero_grad()
+        losses = []
+        size = config.batch // config.microbatches
+        for start in range(0, config.batch, size):
+            part = tuple(side[start : start + size] for side in batch)
+            loss = self._loss(part)
+            self.update.backward(loss / config.microbatches)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def _loss(self, batch: tuple[Any, ...]) -> Tensor:
+        inputs, targets = (torch.from_numpy(part).to(self.config.device) for part in batch)
+        narrow: Any = nullcontext()
+        if self.config.autocast:
+            narrow = torch.autocast(self.config.device, torch.bfloat16)
+        with narrow:
+            logits = self.model(inputs)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        self.model.eval()
+        total = 0.0
+        windows = self._validation
+        count = len(windows[0])
+        for start in range(0, count, self.config.batch):
+            part = tuple(w[start : start + self.config.batch] for w in windows)
+            total += self._loss(part).item() * len(part[0])
+        self.model.train()
+        return total / count
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
@@ -170,8 +279,9 @@ def summary_of(rows: list[Row]) -> dict[str, Any]:
         "loss": rows[-1]["loss"],
         "validation_loss": final,
         "diverged": not (finite and math.isfinite(final) and final <= min(validated) + 1),
-        "overflow": float(np.mean([cast["overflow"] for cast in observed])),
-        "underflow": float(np.mean([cast["underflow"] for cast in observed])),
+        "overflow": float(np.mean([cast["overflow"] for cast in observed] or [0.0])),
+        "underflow": float(np.mean([cast["underflow"] for cast in observed] or [0.0])),
+        "skipped": sum("skipped" in row for row in rows),
     }
 
 
@@ -190,25 +300,16 @@ def _optimizer(model: nn.Module, config: TrainingConfig) -> AdamW:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
-
-
-def _loss(model: nn.Module, batch: tuple[Any, Any], device: str) -> Tensor:
-    inputs, targets = (torch.from_numpy(part).to(device) for part in batch)
-    logits = model(inputs)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-@torch.no_grad()
-def _validate(model: nn.Module, windows: tuple[Any, Any], config: TrainingConfig) -> float:
-    model.eval()
-    total = 0.0
-    count = len(windows[0])
-    for start in range(0, count, config.batch):
-        part = tuple(w[start : start + config.batch] for w in windows)
-        total += _loss(model, (part[0], part[1]), config.device).item() * len(part[0])
-    model.train()
-    return total / count
+    return AdamW(
+        groups,
+        lr=config.peak_lr,
+        betas=config.betas,
+        eps=config.eps,
+        exp_avg=config.exp_avg,
+        exp_avg_sq=config.exp_avg_sq,
+        master=config.master,
+        capturable=config.device == "cuda",
+    )
 
 
 def _observation(cast: OperandCast) -> dict[str, float]:

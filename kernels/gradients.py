@@ -112,9 +112,9 @@ class GradientPlan:
             rows.append([grad.numel(), first, grad.data_ptr()])
             leaf_tensor.append(torch.full((leaves,), index, dtype=torch.int32))
             first += leaves
-        table = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        table = self._placed(torch.tensor(rows, dtype=torch.int64))
         aligned = all(grad.data_ptr() % _ALIGNMENT == 0 for grad in grads)
-        which = torch.cat(leaf_tensor).to(self.device)
+        which = self._placed(torch.cat(leaf_tensor))
         self._parts.append((dtype, aligned, table, which, offset, first))
         return first
 
@@ -170,4 +170,10 @@ class GradientPlan:
         if not (0 < value < float("inf") if positive else 0 <= value < float("inf")):
             accepted = "above 0" if positive else "at least 0"
             raise ValueError(f"{name} is {number}; accepted: finite, {accepted} in float32")
-        return tensor.to(self.device)
+        return self._placed(tensor)
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device, without waiting for what it is doing."""
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor

@@ -26,7 +26,7 @@ LINKED = ("emulation", "experiments", "kernels")
 
 FLOOR_1 = frozenset(
     {"fp8lab.errors", "fp8lab.formats", "fp8lab.optimizer_formats", "fp8lab.recipes"}
-)
+) | {f"fp8lab.recipes_{part}" for part in ("policies", "model", "presets", "text")}
 BRIDGE = "fp8lab.bridge"  # between NumPy and torch; it loads torch when it is called
 ORACLE = frozenset({"numpy", "ml_dtypes"})
 
@@ -48,13 +48,14 @@ ROOMS = {
     "fp8lab.errors": Room(frozenset(), frozenset()),
     "fp8lab.formats": Room(ORACLE, FLOOR_1),
     "fp8lab.optimizer_formats": Room(ORACLE, FLOOR_1),
-    "fp8lab.recipes": Room(ORACLE, FLOOR_1),
+    **{part: Room(ORACLE, FLOOR_1) for part in FLOOR_1 if part.startswith("fp8lab.recipes")},
     "fp8lab.emulation": Room(ORACLE, FLOOR_1),
     # NumPy is what the interpreter computes in, so it is quietened through NumPy.
     "fp8lab.kernels": Room(frozenset({"numpy", "torch", "triton"}), FLOOR_1),
-    # Triton, to compile a kernel that is handed in and read its PTX.
+    # Triton, to compile a kernel that is handed in and read its PTX; CuPy, to hand one arrays.
     "fp8lab.testing": Room(
-        ORACLE | {"torch", "triton", "hypothesis", "pytest"}, FLOOR_1 | {"fp8lab.emulation", BRIDGE}
+        ORACLE | {"torch", "triton", "cupy", "hypothesis", "pytest"},
+        FLOOR_1 | {"fp8lab.emulation", BRIDGE},
     ),
     BRIDGE: Room(ORACLE | {"torch"}, frozenset()),
 }
@@ -63,16 +64,36 @@ ROOMS = {
 # here is at HEIGHT_OF_PARTS.
 HEIGHT_OF_PARTS = 2
 HEIGHTS = {
+    "fp8lab.observe": 1,
     "fp8lab.ops": 1,
     "fp8lab.ops_adamw": 1,
+    "fp8lab.ops_gradients": 1,
+    "fp8lab.ops_linear": 1,
     "fp8lab.training": 3,
+    "fp8lab.resume": 3,
+    "fp8lab.resume_check": 3,
+    "fp8lab.resume_config": 3,
+    "fp8lab.resume_folder": 3,
     "fp8lab.gates": 4,
     "fp8lab.experiments": 4,
     "fp8lab.cli": 5,
+    "fp8lab.cli_train": 5,
+    "fp8lab.cli_watch": 5,
     "fp8lab.__main__": 6,
 }
 # They reach the kernels through `ops`, where the audit sees every operation.
-THROUGH_OPS = ("fp8lab.convert", "fp8lab.linear", "fp8lab.optimizer", "fp8lab.training")
+THROUGH_OPS = (
+    "fp8lab.conversion",
+    "fp8lab.freezing",
+    "fp8lab.gradients",
+    "fp8lab.linear",
+    "fp8lab.linear_casts",
+    "fp8lab.linear_compiled",
+    "fp8lab.linear_products",
+    "fp8lab.linear_state",
+    "fp8lab.optimizer",
+    "fp8lab.training",
+)
 
 
 def is_in(module: str, part: str) -> bool:

@@ -1,8 +1,9 @@
-"""The FP8 linear layer: its three products against torch and against the oracle's own operands."""
+"""The FP8 linear layer: its three products against torch and against the oracle's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,53 +11,63 @@ import torch
 from torch import Tensor, nn
 
 from fp8lab.emulation import casting, scaling
+from fp8lab.errors import UserError
 from fp8lab.formats import E4M3, E5M2, Float8Format
-from fp8lab.linear import Fp8Linear, OperandCast, advance_scaling, operand_casts
+from fp8lab.linear import Fp8Linear, OperandCast, advance_scaling
 from fp8lab.recipes import (
     BlockScaling,
     DelayedScaling,
     Operand,
+    Recipe,
+    RowScaling,
     StaticScaling,
     recipe_named,
 )
 from fp8lab.testing import assert_bits_equal, to_numpy, to_torch
+from fp8lab.testing.linear_reference import PRESETS as REFERENCES
+from fp8lab.testing.linear_reference import reference
 
-ROWS, K, N = 20, 136, 144
+ROWS, K, N = 20, 144, 160
 
 Decode = Callable[[Tensor, Float8Format], Tensor]
 
 
-def layer_of(spec: str, *, bias: bool = False) -> Fp8Linear:
-    layer = Fp8Linear(K, N, recipe_named(spec), bias=bias)
+def layer_of(
+    spec: str, *, bias: bool = False, products: str = "codes", **options: Any
+) -> Fp8Linear:
+    layer = Fp8Linear(K, N, recipe_named(spec), bias=bias, products=products, **options)
     nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
     return layer
 
 
-def operands(seed: int = 0) -> tuple[Tensor, Tensor]:
+def operands(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(ROWS, K, generator=generator).requires_grad_()
-    return x, torch.randn(ROWS, N, generator=generator) * 1e-3
+    x = torch.randn(ROWS, K, generator=generator).to(dtype).requires_grad_()
+    return x, (torch.randn(ROWS, N, generator=generator) * 1e-3).to(dtype)
 
 
-def test_representable_operands_give_torchs_bits() -> None:
+@pytest.mark.parametrize("products", ["codes", "decoded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_representable_operands_give_torchs_bits(products: str, dtype: torch.dtype) -> None:
+    """Small integers: every product, sum and result is exact in each of the types."""
     rng = np.random.default_rng(0)
     x, w, dy = (
-        torch.from_numpy(rng.integers(-3, 4, shape).astype(np.float32))
+        torch.from_numpy(rng.integers(-1, 2, shape).astype(np.float32)).to(dtype)
         for shape in ((4, 5, K), (N, K), (4, 5, N))
     )
-    bias = torch.arange(N, dtype=torch.float32)
-    layer = Fp8Linear(K, N, recipe_named("static"))
+    bias = torch.arange(N).remainder(5).to(dtype)
+    layer = Fp8Linear(K, N, recipe_named("static"), products=products, dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(w)
-        assert layer.bias is not None
         layer.bias.copy_(bias)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    plain = nn.Linear(K, N)
+    plain = nn.Linear(K, N, dtype=dtype)
     plain.load_state_dict({"weight": w, "bias": bias})
     y = layer(ours)
     expected = plain(theirs)
     y.backward(dy)
     expected.backward(dy)
+    assert y.dtype == dtype
     for found, wanted in (
         (y, expected),
         (ours.grad, theirs.grad),
@@ -68,17 +79,46 @@ def test_representable_operands_give_torchs_bits() -> None:
         assert_bits_equal(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", REFERENCES)
+def test_three_products_of_codes_are_the_oracles(spec: str, dtype: torch.dtype) -> None:
+    layer = layer_of(spec, bias=True, dtype=dtype)
+    nn.init.normal_(layer.bias, generator=torch.Generator().manual_seed(2))
+    x, dy = operands(dtype=dtype)
+    y = layer(x)
+    y.backward(dy)
+    expected = reference(
+        spec,
+        to_numpy(x),
+        to_numpy(layer.weight),
+        to_numpy(dy),
+        bias=to_numpy(layer.bias),
+        out=to_numpy(x).dtype,
+    )
+    assert_bits_equal(y, expected.y)
+    assert_bits_equal(x.grad, expected.dx)
+    dw: Any = expected.dw
+    if dw is None:
+        dw = (dy.bfloat16().float().t() @ x.detach().bfloat16().float()).to(dtype)
+    assert_bits_equal(layer.weight.grad, dw)
+
+
+@pytest.mark.parametrize("spec", REFERENCES)
+def test_any_number_of_rows(spec: str) -> None:
+    """No rows, one, and a third dimension."""
+    layer = layer_of(spec)
+    assert layer(torch.zeros(0, K)).shape == (0, N)
+    assert layer(torch.ones(K)).shape == (N,)
+    x, _ = operands()
+    rows = layer(x)
+    assert_bits_equal(layer(x.reshape(4, 5, K)).reshape(ROWS, N), rows)
+
+
 def per_tensor(x: Tensor, fmt: Float8Format) -> Tensor:
     array = to_numpy(x)
     scale = scaling.scale_from_amax(scaling.amax(array), fmt)
     codes = casting.quantize(array, fmt, scale=scale)
     return to_torch(casting.dequantize(codes, inverse_scale=np.float32(1) / scale))
-
-
-def blocks_of_128(x: Tensor, fmt: Float8Format) -> Tensor:
-    codes, inverse = scaling.quantize_blocks(to_numpy(x), fmt)
-    wide = scaling.expand_blocks(inverse, (1, 128), x.shape)
-    return to_torch(casting.dequantize(codes, inverse_scale=wide))
 
 
 def to_bfloat16(x: Tensor, fmt: Float8Format) -> Tensor:
@@ -93,14 +133,13 @@ def static_1(x: Tensor, fmt: Float8Format) -> Tensor:
     ("spec", "decode"),
     [
         ("current", per_tensor),
-        ("blockwise", blocks_of_128),
         ("bf16", to_bfloat16),
         ("static", static_1),
         ("delayed", static_1),  # the first step's scale is 1
     ],
 )
-def test_three_products_of_the_oracles_operands(spec: str, decode: Decode) -> None:
-    layer = layer_of(spec)
+def test_decoded_products_of_the_oracles_operands(spec: str, decode: Decode) -> None:
+    layer = layer_of(spec, products="decoded")
     x, dy = operands()
     y = layer(x)
     y.backward(dy)
@@ -116,70 +155,6 @@ def test_three_products_of_the_oracles_operands(spec: str, decode: Decode) -> No
     assert_bits_equal(y, along(x, E4M3, 1) @ along(w, E4M3, 1).t())
     assert_bits_equal(x.grad, along(dy, E5M2, 1) @ along(w, E4M3, 0))
     assert_bits_equal(w.grad, along(dy, E5M2, 0).t() @ along(x, E4M3, 0))
-
-
-def test_delayed_scaling_uses_the_step_before_and_keeps_state() -> None:
-    layer = layer_of("delayed:history=4")
-    x, dy = operands()
-    layer(x).backward(dy)
-    cast = layer.casts["input"]
-    assert isinstance(cast, OperandCast)
-    largest = scaling.amax(to_numpy(x))
-    assert float(cast.scale) == 1
-    assert_bits_equal(cast.amax_history[0], largest)
-
-    advance_scaling(layer)
-    expected = scaling.scale_from_amax(largest, E4M3)
-    assert_bits_equal(cast.scale, expected)
-    assert cast.amax_history.tolist() == [0, 0, 0, float(largest)]
-    codes = casting.quantize(to_numpy(x), E4M3, scale=expected)
-    assert_bits_equal(cast(x)[0], casting.dequantize(codes, inverse_scale=np.float32(1) / expected))
-
-    state = layer.state_dict()
-    assert {"casts.input.scale", "casts.grad_output.amax_history"} <= set(state)
-    fresh = layer_of("delayed:history=4")
-    fresh.load_state_dict(state)
-    assert_bits_equal(fresh(x), layer(x))
-
-
-def test_evaluation_leaves_the_history_alone() -> None:
-    layer = layer_of("delayed").eval()
-    x, _ = operands()
-    with torch.no_grad():
-        layer(x)
-    assert all(not c.amax_history.any() for _, c in operand_casts(layer))
-
-
-def test_a_backward_uses_its_own_forwards_scale() -> None:
-    layer = layer_of("delayed")
-    x, dy = operands()
-    layer(x).backward(dy)
-    expected = layer.weight.grad
-    assert expected is not None
-
-    again = layer_of("delayed")
-    y = again(x)
-    first = again.casts["input"]
-    assert isinstance(first, OperandCast)
-    first.advance()  # the state moves on between forward and backward
-    y.backward(dy)
-    assert again.weight.grad is not None
-    assert_bits_equal(again.weight.grad, expected)
-
-
-def test_the_scale_follows_what_a_layer_sees() -> None:
-    layer = layer_of("delayed:history=2")
-    cast = layer.casts["input"]
-    assert isinstance(cast, OperandCast)
-    seen = []
-    for factor in (1.0, 8.0, 1.0, 1.0):
-        x, dy = operands()
-        layer(x * factor).backward(dy)
-        advance_scaling(layer)
-        seen.append(float(cast.scale))
-    assert seen[0] == 8 * seen[1]
-    assert seen[1] == seen[2]
-    assert seen[3] == seen[0]
 
 
 @pytest.mark.parametrize("spec", ["current", "delayed", "static", "blockwise", "bf16"])
@@ -205,13 +180,6 @@ def test_statistics_count_what_a_cast_did(spec: str) -> None:
         assert found.overflow == 0
 
 
-def test_an_empty_batch_and_a_single_row() -> None:
-    for spec in ("current", "blockwise", "delayed"):
-        layer = layer_of(spec)
-        assert layer(torch.zeros(0, K)).shape == (0, N)
-        assert layer(torch.ones(K)).shape == (N,)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["bf16", "static", "current", "delayed:history=3", "blockwise"])
 def test_operands_on_the_card_are_the_oracles(spec: str, device: str) -> None:
@@ -226,18 +194,29 @@ def test_operands_on_the_card_are_the_oracles(spec: str, device: str) -> None:
             x[4, :7] = torch.tensor([1e-30, 1e30, -0.0, 1e-9, 3e38, -1e-40, 460.0])
             for found, expected in zip(there(x.to(device)), here(x), strict=True):
                 assert_bits_equal(found, expected)
-            here.advance()
-            there.advance()
+            advance_scaling(here)
+            advance_scaling(there)
             for name, buffer in here.named_buffers():
                 assert_bits_equal(there.get_buffer(name), buffer)
 
 
 def test_bad_input_is_refused() -> None:
     layer = layer_of("current")
-    with pytest.raises(TypeError, match=r"x has dtype torch.bfloat16; accepted: float32"):
-        layer(torch.zeros(2, K, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"x has shape \(2, 3\); accepted: \(..., 136\)"):
+    with pytest.raises(TypeError, match=r"x has dtype torch.int64; accepted: float32, bfloat16, f"):
+        layer(torch.zeros(2, K, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3\); accepted: \(..., 144\)"):
         layer(torch.zeros(2, 3))
+    with pytest.raises(UserError, match="products is 'fast'; accepted: codes, kernels, decoded"):
+        layer_of("current", products="fast")
+    with pytest.raises(UserError, match="the forward product has blocks of 64; the FP8 product"):
+        layer_of("blockwise:length=64")
+    mixed = Recipe("mixed", Operand("E4M3", BlockScaling(32)), Operand("E4M3", BlockScaling()))
+    with pytest.raises(UserError, match="the forward product has blocks of 32, 128"):
+        Fp8Linear(K, N, mixed)
+    fnuz = Recipe("fnuz", Operand("E4M3FNUZ"))
+    with pytest.raises(UserError, match="input is E4M3FNUZ; the FP8 product takes E4M3 and E5M2"):
+        Fp8Linear(K, N, fnuz)
+    assert Fp8Linear(K, N, fnuz, products="decoded")(torch.ones(1, K)).shape == (1, N)
 
 
 def test_block_lengths_other_than_128() -> None:
@@ -261,3 +240,21 @@ def test_overflow_is_what_the_non_saturating_cast_cannot_hold(fmt: Float8Format)
     assert cast.statistics is not None
     lost = ~np.isfinite(casting.dequantize(casting.quantize(to_numpy(x), fmt, overflow="ieee")))
     assert cast.statistics.overflow == lost.sum() / 3
+
+
+def test_another_policy_for_the_transposed_layout() -> None:
+    """Each of the three products with the policy that it was given, in both modes."""
+    operand = Operand("E4M3", RowScaling(), transposed=StaticScaling(4.0))
+    x, _ = operands()
+    found = OperandCast(operand).cast(x)
+    codes, inverse = scaling.quantize_blocks(to_numpy(x), E4M3, block=(1, None), power_of_two=False)
+    assert found.plain is not None
+    assert found.transposed is not None
+    assert_bits_equal(found.plain.codes, codes)
+    assert_bits_equal(found.plain.inverse, inverse)
+    assert_bits_equal(found.transposed.codes, casting.quantize(to_numpy(x).T, E4M3, scale=4.0))
+    assert float(found.transposed.inverse) == 0.25
+    for products in ("codes", "decoded"):
+        layer = Fp8Linear(K, N, Recipe("two", operand, operand, operand), products=products)
+        layer(x).backward(torch.ones(ROWS, N))
+        assert layer.weight.grad is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,18 @@ from torch import nn
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.emulation.adamw import adamw
 from fp8lab.errors import UserError
-from fp8lab.models import Transformer, TransformerConfig
+from fp8lab.models import MlpConfig, Transformer, TransformerConfig
 from fp8lab.optimizer import AdamW
 from fp8lab.recipes import PRESETS, recipe_named
 from fp8lab.records import Row
 from fp8lab.testing import assert_bits_equal, to_numpy
-from fp8lab.training import TrainingConfig, learning_rate, summary_of, training_rows
+from fp8lab.training import (
+    TrainingConfig,
+    TrainingRun,
+    learning_rate,
+    summary_of,
+    training_rows,
+)
 
 TINY = TransformerConfig(context=16, width=32, layers=1, heads=2)
 CONFIG = TrainingConfig(
@@ -128,6 +136,55 @@ def test_a_model_is_causal_and_its_seed_decides() -> None:
     assert not torch.equal(before, Transformer(TINY, recipe_named("bf16"), seed=4)(tokens))
 
 
+def test_products_of_codes_train_too(corpus: Corpus) -> None:
+    """The card's bits on the CPU: near the decoded products, and not the same."""
+    config = replace(CONFIG, recipe=recipe_named("tensorwise"), steps=4)
+    decoded = list(training_rows(config, corpus))
+    codes = list(training_rows(replace(config, products="codes"), corpus))
+    assert codes == list(training_rows(replace(config, products="codes"), corpus))
+    assert [row["loss"] for row in codes] != [row["loss"] for row in decoded]
+    assert codes[-1]["loss"] < codes[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"microbatches": 4},
+        {"loss_scale": 1024.0},
+        {"loss_scale": 65536.0, "dynamic_loss_scale": True},
+        {"master": "bfloat16_remainder"},
+        {"autocast": True},
+        {"model": MlpConfig(context=16, width=16, layers=2, window=4)},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_settings_of_a_step(change: dict[str, Any], corpus: Corpus) -> None:
+    config = replace(CONFIG, recipe=recipe_named("delayed"), **change)
+    rows = list(training_rows(config, corpus))
+    assert rows == list(training_rows(config, corpus))
+    assert rows[-1]["validation_loss"] < rows[0]["loss"]
+    assert summary_of(rows)["skipped"] == 0
+    assert ("loss_scale" in rows[0]) == config.dynamic_loss_scale
+    json.dumps(config.to_dict())
+
+
+def test_a_step_that_overflows_is_skipped_and_counted(corpus: Corpus) -> None:
+    """A loss scale near the largest float32: gradients overflow until it has come down."""
+    config = replace(
+        CONFIG, recipe=recipe_named("tensorwise"), loss_scale=2.0**60, dynamic_loss_scale=True
+    )
+    run = TrainingRun(config, corpus)
+    run.update.scaler.scale.fill_(2.0**127)
+    run.update.scaler.largest = 2.0**127
+    rows = [run.advance() for _ in range(12)]
+    skipped = [row for row in rows if "skipped" in row]
+    assert len(skipped) >= 1
+    assert rows[0] in skipped
+    assert summary_of(rows)["skipped"] == len(skipped) == int(run.update.scaler.skipped_steps)
+    assert "skipped" not in rows[-1]
+    assert math.isfinite(rows[-1]["loss"])
+
+
 def test_bad_settings_are_refused(corpus: Corpus) -> None:
     for name in ("steps", "batch", "observe_every"):
         with pytest.raises(UserError, match=f"{name} is 0; accepted: 1 to"):
@@ -138,6 +195,14 @@ def test_bad_settings_are_refused(corpus: Corpus) -> None:
         replace(TINY, width=40000000)
     with pytest.raises(UserError, match="device is 'tpu'; accepted: cpu, cuda"):
         replace(CONFIG, device="tpu")
+    with pytest.raises(UserError, match="products is 'fast'; accepted: codes, kernels, decoded"):
+        replace(CONFIG, products="fast")
+    with pytest.raises(UserError, match="master is 'half'; accepted: float32"):
+        replace(CONFIG, master="half")
+    with pytest.raises(UserError, match="batch is 8, which 3 microbatches do not divide"):
+        replace(CONFIG, microbatches=3)
+    with pytest.raises(UserError, match="model window is 0; accepted: 1 to 65536"):
+        MlpConfig(window=0)
     with pytest.raises(UserError, match="width 10 is not a multiple of its 4 heads"):
         TransformerConfig(width=10)
     long = replace(CONFIG, model=replace(TINY, context=65536))
@@ -148,7 +213,7 @@ def test_bad_settings_are_refused(corpus: Corpus) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", PRESETS)
 def test_rows_repeat_on_the_card(preset: str, corpus: Corpus, device: str) -> None:
-    config = replace(CONFIG, recipe=recipe_named(preset), device=device)
+    config = replace(CONFIG, recipe=recipe_named(preset), device=device, products="codes")
     first = list(training_rows(config, corpus))
     assert first == list(training_rows(config, corpus))
     assert all(math.isfinite(row["loss"]) for row in first)

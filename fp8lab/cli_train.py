@@ -1,0 +1,124 @@
+"""What `fp8lab train` does: a run in a folder, with checkpoints, begun or gone on with."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8lab.errors import UserError
+
+if TYPE_CHECKING:
+    from fp8lab.resume import CheckpointPlan, FolderRun
+    from fp8lab.training import TrainingConfig
+
+# What may be given beside --resume: all else is the run's own.
+_WITH_RESUME = ("checkpoint_every", "stop_after", "keep_last", "keep_best", "unchecked", "text")
+
+
+def add_checkpoint_options(train: argparse.ArgumentParser) -> None:
+    """Add the options about checkpoints to the parser of `train`."""
+    train.add_argument(
+        "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (default none)"
+    )
+    train.add_argument(
+        "--stop-after",
+        type=int,
+        metavar="N",
+        help="stop after step N, with a checkpoint; --steps remains the schedule's length",
+    )
+    train.add_argument(
+        "--keep-last", type=int, metavar="N", help="keep only the newest N checkpoints"
+    )
+    train.add_argument(
+        "--keep-best",
+        type=int,
+        default=0,
+        metavar="N",
+        help="and the N with the lowest validation loss",
+    )
+    train.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="go on with the run in FOLDER from its newest checkpoint, by its own settings",
+    )
+    train.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="with --resume: skip the resume check (another machine gives other bits); else: record"
+        " none",
+    )
+    train.set_defaults(train_parser=train)
+
+
+def start_training(given: argparse.Namespace, config: TrainingConfig) -> int:
+    """Begin a run; returns the exit code."""
+    from fp8lab.data import load_corpus
+    from fp8lab.resume import start_run
+    from fp8lab.training import check_device
+
+    check_device(config.device)
+    plan = _plan(given)
+    corpus = load_corpus(given.text)
+    corpus.check_context(config.model.context)
+    with start_run(given.out, config, corpus, plan, text=given.text) as run:
+        return _do(run)
+
+
+def resume_training(given: argparse.Namespace) -> int:
+    """Go on with a run; returns the exit code.
+
+    Raises:
+        UserError: An option is given that is the run's own.
+    """
+    from fp8lab.resume import resume_run
+
+    parser: argparse.ArgumentParser = given.train_parser
+    own = [
+        name
+        for name, value in vars(given).items()
+        if name not in (*_WITH_RESUME, "command", "resume", "run", "after_interrupt")
+        and value != parser.get_default(name)
+    ]
+    if own:
+        option = "--" + own[0].replace("_", "-")
+        raise UserError(f"--resume goes on with the run's own settings; leave out {option}")
+    with resume_run(given.resume, _plan(given), text=given.text) as run:
+        print(f"going on after step {run.run.step} of {run.run.config.steps}")
+        return _do(run)
+
+
+def _plan(given: argparse.Namespace) -> CheckpointPlan:
+    from fp8lab.resume import CheckpointPlan
+
+    return CheckpointPlan(
+        every=given.checkpoint_every,
+        stop_after=given.stop_after,
+        keep_last=given.keep_last,
+        keep_best=given.keep_best,
+        check=not given.unchecked,
+    )
+
+
+def _do(run: FolderRun) -> int:
+    from tqdm import tqdm
+
+    from fp8lab.training import summary_of
+
+    config = run.run.config
+    bar = tqdm(total=run.end, initial=run.run.step, unit="step", desc=config.recipe.name)
+    with bar, closing(run.rows()) as rows:
+        for row in rows:
+            bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
+            bar.update()
+    if run.is_finished:
+        loss = summary_of(run.past)["validation_loss"]
+        print(f"validation loss {loss:.4f} nats a byte; rows in {run.folder}")
+    else:
+        print(
+            f"stopped after step {run.run.step} of {config.steps}; go on with:"
+            f" fp8lab train --resume {run.folder}"
+        )
+    return 0

@@ -1,0 +1,245 @@
+"""Between backward and optimizer: loss scale, norm, clip, and the step that is skipped as a whole.
+
+    step = UpdateStep(model, optimizer, scaler=LossScaler(dynamic=True), clip_norm=1.0)
+    step.zero_grad()
+    for microbatch in microbatches:
+        step.backward(loss(model, microbatch) / len(microbatches))
+    step()
+
+With the lab's AdamW(capturable=True) nothing here reads a value on the host, so that a GPU is never
+waited for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8lab.errors import UserError
+from fp8lab.linear import Fp8Linear, advance_scaling, amax_is_finite
+from fp8lab.observe import note_model
+from fp8lab.ops_gradients import GradientNorm, GradientSummary, gradient_norm
+
+__all__ = [
+    "GradientNorm",
+    "GradientSummary",
+    "LossScaler",
+    "UpdateStep",
+    "accumulate_in_float32",
+    "gradient_norm",
+]
+
+
+class LossScaler(nn.Module):
+    """A factor on the loss that keeps small gradients above a narrow format's smallest value.
+
+    Its state is buffers: `state_dict` carries it, `.to(device)` moves it.
+
+    Args:
+        scale: The first factor; also the only one unless `dynamic`. A power of two loses no bit.
+        dynamic: Whether it adapts: times `backoff` after a step whose gradients are not finite,
+            times `growth` after `interval` steps in a row whose gradients are.
+        growth, backoff, interval: See there. As torch's GradScaler has them.
+        smallest, largest: What the scale stays within.
+
+    Attributes:
+        scale: float32, 0-d.
+        good_steps: int32, 0-d: steps since the scale last moved.
+        skipped_steps: int64, 0-d: steps that were skipped.
+
+    Raises:
+        UserError: A number outside its range.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+    skipped_steps: Tensor
+
+    def __init__(
+        self,
+        scale: float = 65536.0,
+        *,
+        dynamic: bool = False,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        smallest: float = 2.0**-14,
+        largest: float = 2.0**60,
+    ) -> None:
+        super().__init__()
+        for name, value, accepted, ok in (
+            ("smallest", smallest, "2**-60 and up", smallest >= 2.0**-60),
+            ("largest", largest, f"{smallest} to 2**120", smallest <= largest <= 2.0**120),
+            ("scale", scale, f"{smallest} to {largest}", smallest <= scale <= largest),
+            ("growth", growth, "above 1, up to 2**20", 1 < growth <= 2.0**20),
+            ("backoff", backoff, "above 0 and below 1", 0 < backoff < 1),
+            ("interval", interval, "an integer, 1 and up", interval >= 1 and interval % 1 == 0),
+        ):
+            if not ok:
+                raise UserError(f"loss scaler: {name} is {value}; accepted: {accepted}")
+        self.dynamic = dynamic
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.smallest, self.largest = smallest, largest
+        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float32))
+        self.register_buffer("good_steps", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("skipped_steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        """The scaled loss, in the loss' dtype."""
+        return loss * self.scale.to(loss.dtype)
+
+    @property
+    def inverse_scale(self) -> Tensor:
+        """What unscales: 1 / scale, float32, one element."""
+        return (1.0 / self.scale).reshape(1)
+
+    @torch.no_grad()
+    def update(self, skip: Tensor) -> None:
+        """Move on by one step.
+
+        Args:
+            skip: One int32: not 0 where the step was skipped.
+        """
+        skipped = skip.reshape(()) != 0
+        self.skipped_steps += skipped
+        if not self.dynamic:
+            return
+        good = torch.where(skipped, 0, self.good_steps + 1)
+        full = good == self.interval
+        factor = torch.where(skipped, self.backoff, torch.where(full, self.growth, 1.0))
+        self.scale.copy_((self.scale * factor).clamp(self.smallest, self.largest))
+        self.good_steps.copy_(torch.where(full, 0, good))
+
+
+class UpdateStep:
+    """One optimizer step of an FP8 model: unscale, check, clip, update, move the scales on.
+
+    In this order, all on the device:
+
+    1. `gradient_norm` of all gradients: norm, factor (unscale times clip) and the skip flag.
+    2. The flag is also raised where an amax that delayed scaling recorded in this step is not
+       finite: FP8 saturates an Inf, so that a gradient behind it can look finite.
+    3. The optimizer updates every parameter, or, where the flag is raised, none.
+    4. `advance_scaling`: a skipped step's amaxes are dropped, scales and histories stay.
+    5. The loss scale and the count of skipped steps.
+
+    Args:
+        model: What holds the FP8 layers.
+        optimizer: `fp8lab.optimizer.AdamW`; with `capturable=True` it skips a step on the device,
+            otherwise the flag is read on the host. Or any torch optimizer: then gradients are
+            unscaled and clipped in place before its step, too.
+        scaler: The loss scale; None is a constant 1.
+        clip_norm: What the norm is clipped to; None for no clipping.
+
+    Attributes:
+        scaler: As given, or the constant one: `scaler.skipped_steps` counts in both cases.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scaler: LossScaler | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        if clip_norm is not None and not 0 <= clip_norm < float("inf"):
+            raise UserError(f"clip_norm is {clip_norm}; accepted: finite, at least 0, or None")
+        self.model, self.optimizer = model, optimizer
+        self._norm = GradientNorm(clip_norm)
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        self.scaler = (LossScaler(1.0) if scaler is None else scaler).to(device)
+        self._takes_factor = "factor" in inspect.signature(type(optimizer).step).parameters
+        self._takes_skip = self._takes_factor and getattr(optimizer, "capturable", False)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the scaled gradients of a loss to those that are there."""
+        self.scaler(loss).backward()
+
+    @torch.no_grad()
+    def __call__(self) -> GradientSummary:
+        """Take the step; gradients stay as they are, or None.
+
+        Returns:
+            Norm, flag and factor, on the device; `skip` tells whether the step was skipped.
+
+        Raises:
+            UserError: No parameter has a gradient.
+        """
+        grads = list(self._gradients())
+        if not grads:
+            raise UserError("no parameter has a gradient; call `backward` with a loss first")
+        note_model(self.model)
+        summary = self._norm(grads, inverse_scale=self.scaler.inverse_scale)
+        finite = amax_is_finite(self.model)
+        if finite is not None:
+            summary = GradientSummary(
+                summary.norm, summary.skip | (~finite).to(torch.int32), summary.factor
+            )
+        self._update(summary)
+        advance_scaling(self.model, skip=summary.skip)
+        self.scaler.update(summary.skip)
+        return summary
+
+    def _update(self, summary: GradientSummary) -> None:
+        lent = [param for param in self._parameters() if hasattr(param, "main_grad")]
+        for param in lent:
+            param.grad = param.main_grad
+        try:
+            self._step(summary)
+        finally:
+            for param in lent:
+                param.grad = None
+
+    def _step(self, summary: GradientSummary) -> None:
+        step: Any = self.optimizer.step
+        if self._takes_skip:
+            step(factor=summary.factor, skip=summary.skip)
+        elif int(summary.skip) == 0:
+            if self._takes_factor:
+                step(factor=summary.factor)
+                return
+            for grad in self._gradients():
+                grad.mul_(summary.factor.to(grad.dtype))
+            step()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients: `grad` becomes None, `main_grad` zeros."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for param in self._parameters():
+            if hasattr(param, "main_grad"):
+                param.main_grad.zero_()
+
+    def _parameters(self) -> Iterator[Any]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Of each parameter its `main_grad` where it has one, else its gradient if it has that."""
+        for param in self._parameters():
+            grad = getattr(param, "main_grad", None)
+            grad = param.grad if grad is None else grad
+            if grad is not None:
+                yield grad
+
+
+def accumulate_in_float32(model: nn.Module) -> None:
+    """Have all gradients of a model add up in float32, whatever its parameters are.
+
+    The weight of every FP8 layer gets a `main_grad`: float32 zeros. The weight gradient's product
+    adds into it as it ends (one rounding), and `grad` stays None, as in Megatron. `UpdateStep`
+    reads it and hands it to the optimizer; `UpdateStep.zero_grad` clears it. The `grad` of every
+    other parameter is float32 from now on.
+    """
+    for param in model.parameters():
+        if param.dtype != torch.float32:
+            anything: Any = param
+            anything.grad_dtype = torch.float32
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear) and layer.weight.requires_grad:
+            weight: Any = layer.weight
+            weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)

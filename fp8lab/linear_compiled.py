@@ -1,0 +1,233 @@
+"""The layer under `torch.compile`: two operators that the compiler takes as they are.
+
+What a layer does (cached codes, scales that move, kernels of its own) is nothing to trace. Inside a
+compiled graph it is one operator forward and one backward, so that the graph does not break and
+everything around them is fused. A layer is found by a handle: a CPU tensor that holds its number,
+so that one compiled graph serves every layer of a shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from fp8lab.linear_products import Side, backward_products, forward_products
+from fp8lab.observe import refuse_compiled
+from fp8lab.recipes import BlockScaling, MxScaling, RowScaling, Scaling
+
+if TYPE_CHECKING:
+    from fp8lab.linear import Fp8Linear
+
+_LAYERS: WeakValueDictionary[int, Fp8Linear] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+_PITCH = 16  # of the rows of transposed codes that kernels write
+
+
+def register(layer: Fp8Linear) -> Tensor:
+    """A handle for a layer: int64, 0-d, on the CPU. The layer is not kept alive by it."""
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    return torch.tensor(number)
+
+
+def compiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear, handle: Tensor
+) -> Tensor:
+    """y = x w^T + bias, with gradients, as one operator; x is (rows, K)."""
+    kept = torch.is_grad_enabled() and weight.requires_grad
+    block, bfloat16 = _kept_as(layer) if kept else (0, False)
+    amax = _amax(x) if layer.cast_of("input").wants_amax else None
+    amax_dy = layer.cast_of("grad_output").wants_amax
+    y: Tensor = _forward(
+        x, weight, bias, handle, amax, amax_dy, kept, block, bfloat16, layer.products
+    )[0]
+    return y
+
+
+def _amax(x: Tensor) -> Tensor | None:
+    """The amax as part of the graph, where the compiler joins it to what makes x.
+
+    Magnitudes and their maximum are exact in x's type, and NaN is kept: `ops.amax`, bit for bit but
+    for the payload of NaN, which no scale depends on.
+    """
+    return x.detach().abs().amax().float() if x.numel() else None
+
+
+@torch.library.custom_op("fp8lab::linear_forward", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    amax: Tensor | None,
+    amax_dy: bool,
+    keep: bool,
+    block: int,
+    bfloat16: bool,
+    products: str,
+) -> list[Tensor]:
+    """y; and what the weight gradient takes of x: values as rows of memory, inverse scales."""
+    refuse_compiled()
+    layer = _LAYERS[int(handle)]
+    wanted = {"forward": True, "weight_grad": keep}
+    y, kept = forward_products(x, weight, bias, layer, wanted, amax)
+    side = kept.get("weight_grad")
+    if side is None:
+        return [y, x.new_empty(0), x.new_empty(0)]
+    if side.values.dtype == torch.bfloat16:
+        return [y, side.values.t().clone(memory_format=torch.contiguous_format), x.new_empty(0)]
+    if side.inverse is None:
+        return [y, side.values.contiguous().clone(), x.new_empty(0)]
+    pitch = _pitch(x.shape[0], x.is_cuda or products == "kernels")
+    values = side.values.view(torch.uint8)
+    whole = values.as_strided((values.shape[0], pitch), (pitch, 1))
+    inverse = side.inverse
+    if inverse.dtype == torch.float8_e8m0fnu:
+        inverse = inverse.view(torch.uint8)
+    if block == 0:
+        # What a layer keeps must not be what a graph may overwrite.
+        inverse = inverse.reshape(1) if layer.makes_scales else inverse.reshape(1).clone()
+    return [y, whole, inverse.contiguous()]
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    amax: Tensor | None,
+    amax_dy: bool,
+    keep: bool,
+    block: int,
+    bfloat16: bool,
+    products: str,
+) -> list[Tensor]:
+    rows, columns = x.shape
+    y = x.new_empty(rows, weight.shape[0])
+    if not keep:
+        return [y, x.new_empty(0), x.new_empty(0)]
+    if bfloat16:
+        return [y, x.new_empty(rows, columns, dtype=torch.bfloat16), x.new_empty(0)]
+    if products == "decoded":
+        return [y, x.new_empty(columns, rows, dtype=torch.float32), x.new_empty(0)]
+    whole = x.new_empty(
+        columns, _pitch(rows, x.is_cuda or products == "kernels"), dtype=torch.uint8
+    )
+    if block == 0:
+        return [y, whole, x.new_empty(1, dtype=torch.float32)]
+    across = 1 if block < 0 else (rows + block - 1) // block
+    dtype = torch.uint8 if block == 32 else torch.float32
+    return [y, whole, x.new_empty(columns, across, dtype=dtype)]
+
+
+@torch.library.custom_op("fp8lab::linear_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    values: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    amax: Tensor | None,
+    need_x: bool,
+    need_weight: bool,
+) -> list[Tensor]:
+    refuse_compiled()
+    layer = _LAYERS[int(handle)]
+    kept = {}
+    if need_x:
+        kept["data_grad"] = layer.weight_sides(weight)["data_grad"]
+    if need_weight:
+        kept["weight_grad"] = _side_of(layer, values, inverse, dy.shape[0])
+    if hasattr(weight, "main_grad"):
+        raise RuntimeError(
+            "the weight has a main_grad, which torch.compile does not see; compile without it, or"
+            " let gradients accumulate in .grad"
+        )
+    dx, dw = backward_products(dy, kept, None, layer, (dy.dtype, weight.dtype, None), amax)
+    return [dy.new_empty(0) if grad is None else grad for grad in (dx, dw)]
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    values: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    amax: Tensor | None,
+    need_x: bool,
+    need_weight: bool,
+) -> list[Tensor]:
+    dx, dw = dy.new_empty(0), dy.new_empty(0)
+    if need_x:
+        dx = dy.new_empty(dy.shape[0], weight.shape[1], dtype=dy.dtype)
+    if need_weight:
+        dw = dy.new_empty(weight.shape, dtype=weight.dtype)
+    return [dx, dw]
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, weight, bias, handle = inputs[:4]
+    ctx.save_for_backward(output[1], output[2], weight, handle)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.amax_dy, ctx.keep = inputs[5:7]
+
+
+def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    values, inverse, weight, handle = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    need_weight = need_weight and ctx.keep
+    dy = grads[0]
+    assert dy is not None
+    dx = dw = db = None
+    if need_x or need_weight:
+        amax = _amax(dy) if ctx.amax_dy else None
+        first, second = _backward(
+            dy.contiguous(), values, inverse, weight, handle, amax, need_x, need_weight
+        )
+        dx, dw = first if need_x else None, second if need_weight else None
+    if need_bias:
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return (dx, dw, db, *[None] * 7)
+
+
+_forward.register_autograd(_gradients, setup_context=_set_up)
+
+
+def _kept_as(layer: Fp8Linear) -> tuple[int, bool]:
+    """Of x in the weight gradient: its blocks' length (0: one scale, -1: one a row); if BF16."""
+    if not layer.recipe.in_fp8("weight_grad"):
+        return 0, True
+    policy: Scaling = layer.recipe.operand("input").policy(True)
+    if isinstance(policy, RowScaling):
+        return -1, False
+    if isinstance(policy, MxScaling):
+        return 32, False
+    if isinstance(policy, BlockScaling):
+        return (policy.length if not policy.square else 0), False
+    return 0, False
+
+
+def _side_of(layer: Fp8Linear, values: Tensor, inverse: Tensor, rows: int) -> Side:
+    """What `_forward` kept, as the weight gradient takes it."""
+    if values.dtype == torch.bfloat16:
+        return Side(values.t())
+    if values.dtype == torch.float32:
+        return Side(values)
+    operand = layer.recipe.operand("input")
+    codes = values[:, :rows].view(getattr(torch, operand.float8.dtype_name))
+    if inverse.dtype == torch.uint8:
+        inverse = inverse.view(torch.float8_e8m0fnu)
+    return Side(codes, inverse)
+
+
+def _pitch(rows: Any, by_kernel: bool) -> Any:
+    """Bytes from one row of transposed codes to the next; the oracle's lie side by side."""
+    if not by_kernel:
+        return rows
+    return (rows + _PITCH - 1) // _PITCH * _PITCH

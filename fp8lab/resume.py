@@ -1,0 +1,157 @@
+"""Train in a folder, with checkpoints, and go on from the newest one as if nothing had happened.
+
+    RUN/
+      config.json, environment.json, metrics.jsonl, result.json    see fp8lab.records
+      checkpoints/step-000005/                                     see fp8lab.checkpoint
+      resumed.jsonl          a row for each time that it was resumed: step, environment
+      .lock                  held by the process that works on the run
+
+Rows and the final state of a run that was stopped, or killed, and resumed are those of one that was
+not, bit for bit, on the same kind of machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fp8lab.checkpoint import Checkpoint, CheckpointError, load
+from fp8lab.checkpoint_store import checkpoints_in
+from fp8lab.data import Corpus
+from fp8lab.errors import UserError
+from fp8lab.records import RunRecorder, environment, read_table, to_json
+from fp8lab.resume_check import comparable, compare_trials, trial
+from fp8lab.resume_config import config_from_dict, corpus_again, fingerprint_of
+from fp8lab.resume_folder import CheckpointPlan, FolderRun, state_of
+from fp8lab.state_random import seed_globals
+from fp8lab.training import TrainingConfig, TrainingRun
+
+__all__ = ["CheckpointPlan", "FolderRun", "resume_run", "start_run", "state_of"]
+
+_KEPT = ("every", "keep_last", "keep_best")  # of a plan: what a run keeps for when it is resumed
+
+
+def start_run(
+    folder: Path,
+    config: TrainingConfig,
+    corpus: Corpus,
+    plan: CheckpointPlan,
+    *,
+    text: Path | None = None,
+) -> FolderRun:
+    """Begin a run in a folder.
+
+    Args:
+        folder: Its folder; must be empty or not there.
+        config: What it is.
+        corpus, text: What it trains on; and the file that this was read from, if not the plays.
+        plan: When it saves.
+
+    Raises:
+        UserError: The folder holds something, or the settings do not fit; see `TrainingRun`.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty; choose another --out")
+    _check_stop(plan, config.steps, done=0)
+    seed_globals(config.seed)  # they are part of the state: two equal runs have equal states
+    run = TrainingRun(config, corpus)
+    described = {**config.to_dict(), "corpus": {"name": corpus.name, "sha256": corpus.sha256}}
+    if text is not None:
+        described["corpus"]["path"] = str(text.resolve())
+    if plan.saves:
+        described["checkpoints"] = {name: getattr(plan, name) for name in _KEPT}
+    with ExitStack() as resources:
+        folder.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(_locked(folder))
+        recorder = resources.enter_context(RunRecorder(folder, described, config.device))
+        here = read_table(folder / "environment.json")
+        return FolderRun(folder, run, corpus, plan, recorder, [], here, resources.pop_all())
+
+
+def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) -> FolderRun:
+    """Go on with a run from its newest checkpoint.
+
+    Args:
+        folder: The run's folder; may have been moved.
+        plan: When it saves; what is None or 0 is as the run was started with.
+        text: Where its text lies now, if not where it was.
+
+    Raises:
+        UserError: No such run, or it is finished, or at work in another process.
+        CheckpointError: The checkpoint is damaged, of other settings, or the resume check failed.
+    """
+    source = folder / "config.json"
+    if not source.is_file():
+        raise UserError(f"{folder} holds no run (no config.json is in it); name a run's folder")
+    described = read_table(source)
+    config = config_from_dict(described, str(source))
+    if (folder / "result.json").exists():
+        raise UserError(f"the run in {folder} is finished (it has a result.json)")
+    plan = _as_started(plan, described.get("checkpoints", {}))
+    corpus = corpus_again(described.get("corpus", {}), text)
+    with ExitStack() as resources:
+        resources.enter_context(_locked(folder))
+        checkpoint = _newest(folder, fingerprint_of(config, corpus))
+        step = checkpoint.manifest.step
+        _check_stop(plan, config.steps, done=step)
+        run = TrainingRun(config, corpus)
+        saved = dict(checkpoint.state)
+        record = saved.pop("check", None)
+        state = state_of(run)
+        state.restore(saved)
+        here = environment(config.device)
+        if plan.check and record is not None:
+            now = {**trial(run, state, saved), "environment": comparable(here)}
+            compare_trials(record, now, source=str(checkpoint.folder))
+        recorder, past = RunRecorder.reopen(folder, step)
+        resources.enter_context(recorder)
+        with (folder / "resumed.jsonl").open("a", encoding="utf-8") as file:
+            file.write(to_json({"step": step, "checked": plan.check, "environment": here}) + "\n")
+        return FolderRun(folder, run, corpus, plan, recorder, past, here, resources.pop_all())
+
+
+def _as_started(plan: CheckpointPlan, before: Mapping[str, Any]) -> CheckpointPlan:
+    """A plan with what was not given taken from the one that the run was started with."""
+    kept = {name: getattr(plan, name) or before.get(name) for name in ("every", "keep_last")}
+    best = plan.keep_best or before.get("keep_best", 0)
+    return replace(plan, every=kept["every"], keep_last=kept["keep_last"], keep_best=best)
+
+
+def _newest(folder: Path, fingerprint: Mapping[str, Any]) -> Checkpoint:
+    """The newest checkpoint of a run. A damaged one is refused, never passed over in silence."""
+    found = checkpoints_in(folder / "checkpoints")
+    if not found:
+        raise CheckpointError(
+            f"the run in {folder} has no checkpoint to go on from; start again with another --out"
+        )
+    try:
+        return load(found[-1], fingerprint=fingerprint)
+    except CheckpointError as error:
+        if len(found) == 1:
+            raise
+        raise CheckpointError(
+            f"{error} (remove {found[-1].name} to go on from {found[-2].name})"
+        ) from None
+
+
+def _check_stop(plan: CheckpointPlan, steps: int, *, done: int) -> None:
+    if plan.stop_after is not None and not done < plan.stop_after <= steps:
+        raise UserError(
+            f"stop_after is {plan.stop_after}; accepted: {done + 1} to {steps} (the run has {steps}"
+            f" steps, {done} are done)"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the run for this process; the system lets go of it however the process ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process works on the run in {folder}; wait for it") from None
+        yield
