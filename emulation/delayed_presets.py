@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 
+from fp8lab.delayed_presets import DELAYED_PRESETS
 from fp8lab.emulation.amax import magnitudes
 from fp8lab.emulation.delayed import DelayedScalingState, record_amax, update_delayed
 from fp8lab.emulation.scale_rules import check_margin, check_value_format, current_scale
 from fp8lab.emulation.tiling import Float32Array
 from fp8lab.formats import Float8Format
-
-
-@dataclass(frozen=True)
-class DelayedPreset:
-    """How a stack does delayed scaling.
-
-    Attributes:
-        name: The preset's name.
-        history: The length that the stack uses by default.
-        rule: How a step goes; `step_delayed` says it.
-        algorithm: Which amax of the history is chosen.
-    """
-
-    name: str
-    history: int
-    rule: Literal["transformer_engine", "torchao", "ms_amp"]
-    algorithm: Literal["max", "most_recent"]
-
-
-DELAYED_PRESETS: dict[str, DelayedPreset] = {
-    preset.name: preset
-    for preset in (
-        DelayedPreset("transformer_engine", 1024, "transformer_engine", "max"),
-        DelayedPreset("megatron", 1, "transformer_engine", "most_recent"),
-        DelayedPreset("torchao", 16, "torchao", "max"),
-        DelayedPreset("ms_amp", 16, "ms_amp", "max"),
-    )
-}
 
 
 def step_delayed(

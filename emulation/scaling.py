@@ -7,6 +7,7 @@ The names live by topic in `amax`, `scale_rules`, `delayed`, `delayed_presets`, 
 `fake_quantize`; this module offers them all.
 """
 
+from fp8lab.delayed_presets import DELAYED_PRESETS, DelayedPreset
 from fp8lab.emulation.amax import amax, merge_amax
 from fp8lab.emulation.blocks import dequantize_blocks, expand_blocks, quantize_blocks
 from fp8lab.emulation.delayed import (
@@ -18,7 +19,7 @@ from fp8lab.emulation.delayed import (
     resize_history,
     update_delayed,
 )
-from fp8lab.emulation.delayed_presets import DELAYED_PRESETS, DelayedPreset, step_delayed
+from fp8lab.emulation.delayed_presets import step_delayed
 from fp8lab.emulation.fake_quantize import fake_quantize, fake_quantize_grad
 from fp8lab.emulation.mx import MX_BLOCK, MX_ROUNDINGS, dequantize_mx, mx_scale, quantize_mx
 from fp8lab.emulation.scale_rules import (

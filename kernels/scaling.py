@@ -4,6 +4,7 @@ The names live by topic in `scaling_scales`, `scaling_blocks`, `scaling_mx`, `sc
 `scaling_presets`; this module offers them all.
 """
 
+from fp8lab.delayed_presets import DELAYED_PRESETS, DelayedPreset
 from fp8lab.kernels.scaling_blocks import (
     dequantize_blocks,
     quantize_blocks,
@@ -24,8 +25,6 @@ from fp8lab.kernels.scaling_mx import (
     quantize_mx_with_transpose,
 )
 from fp8lab.kernels.scaling_presets import (
-    DELAYED_PRESETS,
-    DelayedPreset,
     step_delayed,
     step_delayed_,
 )

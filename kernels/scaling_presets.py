@@ -5,12 +5,10 @@ One launch moves all tensors of a flat state on, by any of the rules; nothing wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import triton
 
+from fp8lab.delayed_presets import DELAYED_PRESETS
 from fp8lab.formats import Float8Format
 from fp8lab.kernels.casting_rules import check_format
 from fp8lab.kernels.checks import as_integer
@@ -25,34 +23,6 @@ from fp8lab.kernels.scaling_delayed import (
 )
 from fp8lab.kernels.scaling_presets_device import step_ms_amp_kernel, step_torchao_kernel
 from fp8lab.kernels.scaling_rules import scale_rule
-
-
-@dataclass(frozen=True)
-class DelayedPreset:
-    """How a stack does delayed scaling.
-
-    Attributes:
-        name: The preset's name.
-        history: The length that the stack uses by default.
-        rule: How a step goes; `step_delayed` says it.
-        algorithm: Which amax of the history is chosen.
-    """
-
-    name: str
-    history: int
-    rule: Literal["transformer_engine", "torchao", "ms_amp"]
-    algorithm: Literal["max", "most_recent"]
-
-
-DELAYED_PRESETS: dict[str, DelayedPreset] = {
-    preset.name: preset
-    for preset in (
-        DelayedPreset("transformer_engine", 1024, "transformer_engine", "max"),
-        DelayedPreset("megatron", 1, "transformer_engine", "most_recent"),
-        DelayedPreset("torchao", 16, "torchao", "max"),
-        DelayedPreset("ms_amp", 16, "ms_amp", "max"),
-    )
-}
 
 
 def step_delayed(

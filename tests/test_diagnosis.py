@@ -185,7 +185,7 @@ def test_the_narrowest_fault_that_fits_is_named() -> None:
 
 
 def test_numbers_and_nan_may_have_a_fault_each() -> None:
-    nan = np.uint32([0xFFC00000]).view(np.float32)[0]
+    nan = np.uint32(0xFFC00000).view(np.float32)
     inputs = {"x": np.array([1.0625, nan, 3.0], np.float32), "scale": ONE}
     expected = {"codes": np.array([0x38, 0x7F, 0x44], np.uint8)}
 

@@ -25,7 +25,13 @@ PACKAGE = ROOT / "fp8lab"
 LINKED = ("emulation", "experiments", "kernels")
 
 FLOOR_1 = frozenset(
-    {"fp8lab.errors", "fp8lab.formats", "fp8lab.optimizer_formats", "fp8lab.recipes"}
+    {
+        "fp8lab.delayed_presets",
+        "fp8lab.errors",
+        "fp8lab.formats",
+        "fp8lab.optimizer_formats",
+        "fp8lab.recipes",
+    }
 ) | {f"fp8lab.recipes_{part}" for part in ("policies", "model", "presets", "text")}
 BRIDGE = "fp8lab.bridge"  # between NumPy and torch; it loads torch when it is called
 ORACLE = frozenset({"numpy", "ml_dtypes"})
@@ -45,6 +51,7 @@ class Room:
 
 
 ROOMS = {
+    "fp8lab.delayed_presets": Room(frozenset(), frozenset()),
     "fp8lab.errors": Room(frozenset(), frozenset()),
     "fp8lab.formats": Room(ORACLE, FLOOR_1),
     "fp8lab.optimizer_formats": Room(ORACLE, FLOOR_1),

@@ -354,11 +354,6 @@ def test_step_delayed_equals_the_oracle(preset: str, device: str, data: st.DataO
         state = after
 
 
-def test_the_presets_are_the_oracles() -> None:
-    ours = {name: vars(preset) for name, preset in scaling.DELAYED_PRESETS.items()}
-    assert ours == {name: vars(preset) for name, preset in oracle.DELAYED_PRESETS.items()}
-
-
 def test_a_group_amax_has_the_last_word(device: str) -> None:
     """It takes the place of slot 0, also where it is smaller, in the oracle and on the device."""
     state = oracle.DelayedScalingState(
