@@ -51,7 +51,13 @@ def add_verify(commands: Any) -> None:
     share.add_argument(
         "--sample", type=int, metavar="N", help=f"this many patterns (default {SAMPLE})"
     )
-    verify.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    verify.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes for --mutants and for the patterns (default 1)",
+    )
     verify.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON, too")
     verify.set_defaults(run=_verify, after_interrupt="Nothing was written.")
 
@@ -113,8 +119,15 @@ def _replay(given: argparse.Namespace) -> int:
 
 def _mutants(given: argparse.Namespace) -> int:
     from fp8lab.testing import mutants
+    from fp8lab.testing.profiles import profile_named
 
-    results = mutants.run(profile=given.profile or "quick", jobs=given.jobs)
+    if given.jobs < 1:
+        raise UserError(f"--jobs is {given.jobs}; accepted: 1 or more")
+    try:
+        profile = profile_named(given.profile or "quick")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    results = mutants.run(profile=profile, jobs=given.jobs)
     width = max(len(result.name) for result in results)
     for result in results:
         state = "caught" if result.caught else "SURVIVED"

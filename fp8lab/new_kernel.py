@@ -6,6 +6,7 @@ import keyword
 from pathlib import Path
 
 from fp8lab.errors import UserError
+from fp8lab.testing.loading import hides_a_module
 
 # Where a template says it, the name stands.
 _NAME = "NEW_KERNEL"
@@ -156,10 +157,13 @@ def write_kernel(name: str, folder: Path) -> list[Path]:
         The kernel, its oracle, its test and its benchmark.
 
     Raises:
-        UserError: The name is no identifier, or one of the files exists; nothing is written then.
+        UserError: The name is no identifier or that of a module, or one of the files exists;
+            nothing is written then.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UserError(f"NAME is {name!r}; accepted: a Python identifier, such as my_cast")
+    if hides_a_module(name):
+        raise UserError(f"NAME is {name!r}, the name of a module; choose another: my_{name}")
     texts = {
         f"{name}.py": _KERNEL,
         f"{name}_oracle.py": _ORACLE,

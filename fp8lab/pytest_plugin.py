@@ -98,8 +98,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             profile = profile_named(config.getoption("--fp8-profile"))
             settings: dict[str, Any] = dict(mark.kwargs)
             bound = bound_named(settings.pop("bound", None))
-            (name,) = mark.args
-            contract = contract_from(name, settings)
+            contract = contract_from(mark.args[0] if mark.args else None, settings)
         except (TypeError, ValueError) as error:
             pytest.fail(f"the mark fp8_kernel: {error}", pytrace=False)
         check(

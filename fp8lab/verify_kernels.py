@@ -19,6 +19,7 @@ from fp8lab.testing.contracts.casts import Cast
 from fp8lab.testing.exhaustive import Swept
 from fp8lab.testing.findings import Finding, judged, shown_verdict
 from fp8lab.testing.isolation import InProcess, IsolatedRunner, Worker
+from fp8lab.testing.loading import hides_a_module
 from fp8lab.testing.marks import bound_named
 from fp8lab.testing.messages import Found
 from fp8lab.testing.profiles import PROFILES, Profile, profile_named
@@ -41,7 +42,7 @@ def target_of(text: str) -> Target:
     """A target from "FILE" or "FILE:FUNCTION".
 
     Raises:
-        UserError: There is no such file, or it is no .py file.
+        UserError: There is no such file, it is no .py file, or it would hide a module.
     """
     name, colon, function = text.rpartition(":")
     file = Path(name if colon else text)
@@ -51,6 +52,8 @@ def target_of(text: str) -> Target:
         raise UserError(f"{text} is no Python file; accepted: FILE.py or FILE.py:FUNCTION")
     if not file.is_file():
         raise UserError(f"there is no file {file}")
+    if hides_a_module(file.stem):
+        raise UserError(f"{file} would hide the module {file.stem}; give it another name")
     return Target(file, function if colon else None)
 
 
@@ -257,4 +260,5 @@ def _judged(contract: Contract, case: Case, outcome: Outcome, path: Path) -> Any
         with np.errstate(all="ignore"):
             return judged(contract, case.inputs, outcome)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} does not fit its contract: {error}") from None
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} does not fit its contract: {reason}") from None

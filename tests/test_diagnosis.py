@@ -199,7 +199,10 @@ def test_numbers_and_nan_may_have_a_fault_each() -> None:
     assert "And wrong-nan-sign: " in both.sentence
     assert FAULTS["wrong-nan-sign"].sentence in both.sentence
     assert guess(0x39, 0xFF, 0x44, sure=True) is None
-    assert guess(0x39, 0x11, 0x44) is None  # nothing makes such a NaN
+    odd = guess(0x39, 0x11, 0x44)  # nothing makes such a NaN
+    assert odd is not None
+    assert odd.fault == "ties-away"
+    assert "NaN gives wrong codes too" in odd.sentence
     assert guess(0x11, 0xFF, 0x44) is None
 
 

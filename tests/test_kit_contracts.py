@@ -23,11 +23,13 @@ from fp8lab.testing import (
     Profile,
     check_adamw,
     check_amax,
+    check_block_quantize,
     check_cast,
     check_matmul,
     check_norm,
     check_scale_update,
     check_unscale,
+    contract,
     contracts,
     to_numpy,
     to_torch,
@@ -308,6 +310,24 @@ def test_mistakes_in_the_check_are_values() -> None:
         check_cast(right, E4M3, profile="fast")
     with pytest.raises(ValueError, match="unknown dtype 'int32'; accepted: float32"):
         check_amax(torch.amax, dtypes=("int32",))
+    with pytest.raises(ValueError, match="dtypes is 'float32'; accepted: a tuple"):
+        check_amax(torch.amax, dtypes="float32")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device is 'tpu'; accepted: cpu, cuda"):
+        check_cast(right, E4M3, device="tpu")
+    with pytest.raises(ValueError, match=r"unknown bound 0\.1; accepted: any_order"):
+        check_cast(right, E4M3, bound=0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="kernel is None; accepted: something callable"):
+        check_cast(None, E4M3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"formats is \(E4M3, E4M3, E5M2\); accepted: a tuple"):
+        check_matmul(torch.matmul, formats=(E4M3, E4M3, E5M2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="core is 'hopper'; accepted: HOPPER_FP8"):
+        check_matmul(torch.matmul, core="hopper")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="multiple_of is 16; accepted: a tuple of three"):
+        check_matmul(torch.matmul, multiple_of=16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"block is \(1, 2, 3\); accepted: \(rows, columns\)"):
+        check_block_quantize(right, E4M3, block=(1, 2, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'a contract is given by its name, as in \("cast"'):
+        contract(right)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="promote_every is 48"):
         check_matmul(torch.matmul, promote_every=48)
     with pytest.raises(ValueError, match=r"unknown contract 'cats'; accepted: .*cast"):

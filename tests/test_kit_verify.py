@@ -14,7 +14,7 @@ import pytest
 from fp8lab import verify_kernels
 from fp8lab.cli import main
 from fp8lab.formats import E4M3
-from fp8lab.testing import PROFILES, contract, contracts, profiles
+from fp8lab.testing import PROFILES, checking, contract, contracts, profiles
 from fp8lab.testing.cases import Case, load_case, save_case
 from fp8lab.testing.checking import find_fault
 from fp8lab.testing.exhaustive import Swept
@@ -98,7 +98,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = replace(PROFILES["quick"], time_limit=2.0, examples=2, fixed=None)
     monkeypatch.setitem(profiles.PROFILES, "quick", quick)
     monkeypatch.setattr("fp8lab.testing.isolation._SPARE_SECONDS", 1.0)
-    monkeypatch.setattr("fp8lab.testing.checking._SLOW_CALLS", 0)  # each would start a process
+    for kind in checking._SLOW_CALLS:  # each would start a process
+        monkeypatch.setitem(checking._SLOW_CALLS, kind, 0)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -182,7 +183,10 @@ def test_a_case_of_a_gpu_is_judged_here(kernels: Path, capsys: pytest.CaptureFix
         (["--case", "no.json"], "cannot read the case no.json: No such file"),
         (["--case", "no.json", "a.py", "b.py"], "--case takes one FILE at most"),
         (["--mutants", "my_kernels.py"], "--mutants takes no FILE"),
-        (["broken.py"], "importing broken.py raised ZeroDivisionError: division by zero"),
+        (["--mutants", "--jobs", "0"], "--jobs is 0; accepted: 1 or more"),
+        (["--mutants", "--profile", "slow"], "unknown profile 'slow'; accepted: quick, ci"),
+        (["part/queue.py"], "queue.py would hide the module queue; give it another name"),
+        (["broken.py"], "broken.py raised ZeroDivisionError: division by zero (broken.py:1)"),
         (["empty.py"], "empty.py has no marked kernel; put @fp8lab.testing.contract"),
         (["wrong.py"], "unknown contract 'cats'; accepted"),
         (["ends.py"], "importing ends.py ended its process: exit code 5"),
@@ -192,6 +196,8 @@ def test_mistakes_end_in_one_line(
     arguments: list[str], message: str, kernels: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("broken.py").write_text("1 / 0\n")
+    Path("part").mkdir()
+    Path("part/queue.py").write_text("1 / 0\n")
     Path("empty.py").write_text("x = 1\n")
     Path("wrong.py").write_text("import fp8lab.testing\nfp8lab.testing.contract('cats')\n")
     Path("ends.py").write_text("import os\nos._exit(5)\n")

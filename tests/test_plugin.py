@@ -53,6 +53,10 @@ def test_that_returns_nothing():
 def test_of_an_unknown_contract():
     return right(E4M3)
 
+@pytest.mark.fp8_kernel
+def test_of_no_contract():
+    return right(E4M3)
+
 @pytest.mark.fp8_kernel("cast", fmt=E4M3)
 @pytest.mark.skip(reason="not today")
 def test_that_is_skipped():
@@ -105,6 +109,7 @@ def test_marked_tests_hold_or_fail(tmp_path: Path) -> None:
         ("test_within_a_bound", "PASSED"),
         ("test_that_returns_nothing", "FAILED"),
         ("test_of_an_unknown_contract", "FAILED"),
+        ("test_of_no_contract", "FAILED"),
         ("test_that_is_skipped", "SKIPPED"),
         ("test_without_a_mark", "PASSED"),
     ]:
@@ -112,6 +117,7 @@ def test_marked_tests_hold_or_fail(tmp_path: Path) -> None:
     assert "does not hold cast(fmt=E4M3, rounding=toward_zero, overflow=saturate)" in printed
     assert "this one returned None" in printed
     assert "the mark fp8_kernel: unknown contract 'cats'; accepted:" in printed
+    assert "the mark fp8_kernel: a contract is given by its name" in printed
 
 
 def test_an_unknown_profile_is_said(tmp_path: Path) -> None:
@@ -218,6 +224,7 @@ def test_a_new_kernel_overwrites_nothing(
         (["mine", "--out", str(tmp_path)], "test_mine.py exists already"),
         (["my-cast", "--out", str(tmp_path)], "NAME is 'my-cast'; accepted: a Python identifier"),
         (["class", "--out", str(tmp_path)], "NAME is 'class'"),
+        (["torch", "--out", str(tmp_path)], "NAME is 'torch', the name of a module; choose"),
         (["mine", "--out", str(tmp_path / "test_mine.py")], "which is no folder"),
     ]:
         assert main(["new-kernel", *arguments]) == 2

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def load_case(path: Path) -> Case:
             kernel=str(found["kernel"]),
             device=str(found["device"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(
             f"{path} is not a saved case ({type(error).__name__}: {error}); accepted: a file that"
             " fp8lab verify or a check of fp8lab.testing has saved"
@@ -163,6 +163,13 @@ def layout_of(array: Array) -> str:
     return "columns" if array.flags.f_contiguous else "spaced"
 
 
+_LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "rows": lambda array: array,  # as it is read
+    "columns": np.asfortranarray,
+    "spaced": spaced,
+}
+
+
 def _encoded(array: Array) -> dict[str, Any]:
     dense = np.ascontiguousarray(array).reshape(array.shape)
     words = dense.reshape(-1).view(f"u{array.dtype.itemsize}")
@@ -179,6 +186,4 @@ def _decoded(found: Mapping[str, Any]) -> Array:
     dtype = _DTYPES[found["dtype"]]
     words = [int(word, 16) for word in found["bits"].split()]
     array = np.array(words, dtype=f"u{dtype.itemsize}").view(dtype).reshape(found["shape"])
-    if found["layout"] == "columns":
-        return np.asfortranarray(array)
-    return spaced(array) if found["layout"] == "spaced" else array
+    return _LAYOUTS[found["layout"]](array)

@@ -57,7 +57,7 @@ def check_cast(
         device, profile, bound: See the module.
     """
     __tracebackhide__ = True
-    contract = contracts.Cast(fmt, rounding, overflow, tuple(dtypes), strided)
+    contract = contracts.Cast(fmt, rounding, overflow, dtypes, strided)
     check(contract, kernel, device=device, profile=profile, bound=bound)
 
 
@@ -125,7 +125,7 @@ def check_amax(
         device, profile: See the module.
     """
     __tracebackhide__ = True
-    check(contracts.Amax(tuple(dtypes), strided), kernel, device=device, profile=profile)
+    check(contracts.Amax(dtypes, strided), kernel, device=device, profile=profile)
 
 
 def check_block_quantize(
@@ -151,9 +151,7 @@ def check_block_quantize(
         device, profile, bound: See the module.
     """
     __tracebackhide__ = True
-    contract = contracts.BlockQuantize(
-        fmt, (block[0], block[1]), power_of_two, tuple(dtypes), ragged, strided
-    )
+    contract = contracts.BlockQuantize(fmt, block, power_of_two, dtypes, ragged, strided)
     check(contract, kernel, device=device, profile=profile, bound=bound)
 
 
@@ -178,7 +176,7 @@ def check_mx_quantize(
         device, profile: See the module.
     """
     __tracebackhide__ = True
-    contract = contracts.MxQuantize(fmt, scale_rounding, tuple(dtypes), ragged, strided)
+    contract = contracts.MxQuantize(fmt, scale_rounding, dtypes, ragged, strided)
     check(contract, kernel, device=device, profile=profile)
 
 
@@ -254,9 +252,7 @@ def check_matmul(
         device, profile, bound: See the module.
     """
     __tracebackhide__ = True
-    contract = contracts.Matmul(
-        (formats[0], formats[1]), core, promote_every, exact_sums, multiple_of
-    )
+    contract = contracts.Matmul(formats, core, promote_every, exact_sums, multiple_of)
     check(contract, kernel, device=device, profile=profile, bound=bound)
 
 

@@ -10,10 +10,21 @@ from typing import Any
 
 from fp8lab.testing.contracts.base import Kernel
 from fp8lab.testing.marks import marks_of
+from fp8lab.testing.running import described
+
+# What a kernel, its test and the kit import, beside the standard library.
+_NEEDED = frozenset(
+    {"cupy", "fp8lab", "hypothesis", "ml_dtypes", "numpy", "pytest", "torch", "tqdm", "triton"}
+)
 
 
 class CannotLoad(Exception):
     """A file that is no module, or that has no such function; the message says which."""
+
+
+def hides_a_module(name: str) -> bool:
+    """Whether a user's file of that name would be imported where another module is meant."""
+    return name in sys.stdlib_module_names or name in _NEEDED
 
 
 def load_file(path: Path) -> ModuleType:
@@ -35,8 +46,7 @@ def load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise CannotLoad(f"importing {path} raised {type(error).__name__}: {text}") from error
+        raise CannotLoad(f"importing {path} raised {described(error)}") from error
     return module
 
 

@@ -59,12 +59,14 @@ def bound_named(bound: Bound | str | None) -> Bound | None:
     """The bound of that name; a bound, or None, is returned as it is.
 
     Raises:
-        ValueError: The name is unknown.
+        ValueError: It is no bound, or the name is unknown.
     """
-    if not isinstance(bound, str):
-        return bound
-    from fp8lab.testing.bounds import BOUNDS
+    if bound is None:
+        return None
+    from fp8lab.testing.bounds import BOUNDS, Bound
 
-    if bound not in BOUNDS:
+    if isinstance(bound, Bound):
+        return bound
+    if not isinstance(bound, str) or bound not in BOUNDS:
         raise ValueError(f"unknown bound {bound!r}; accepted: {', '.join(BOUNDS)}")
     return BOUNDS[bound]

@@ -98,7 +98,7 @@ class _Search:
             if multiple == 1:
                 place = self._single(axes, dict.fromkeys(where.tolist()))
             if place is None:
-                self._pieces(axes, multiple)
+                self._pieces(axes, multiple, self.contract.shortest(group))
             elif known:
                 flat = flat[where == place]
 
@@ -128,7 +128,7 @@ class _Search:
                 return place
         return None
 
-    def _pieces(self, axes: Sequence[Axis], multiple: int) -> None:
+    def _pieces(self, axes: Sequence[Axis], multiple: int, shortest: int) -> None:
         """Without ever smaller pieces of an axis."""
         name, axis = axes[0]
         size = -(-self.best[name].shape[axis] // 2)
@@ -140,7 +140,7 @@ class _Search:
                     return
                 size, start = -(-size // 2), 0
             kept = np.delete(np.arange(length), slice(start, start + size))
-            fits = kept.size % multiple == 0 and kept.size < length
+            fits = kept.size % multiple == 0 and shortest <= kept.size < length
             if not (fits and self.took(_taken(self.best, axes, kept))):
                 start += size
 

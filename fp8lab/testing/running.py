@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8lab.bridge import to_numpy, to_torch
+from fp8lab.testing.comparison import cell_text
 from fp8lab.testing.contracts.base import Contract, Kernel, WrongResult
 from fp8lab.testing.contracts.casts import Cast
 from fp8lab.testing.exhaustive import Swept, swept
@@ -138,7 +139,7 @@ class LocalRunner:
         except WrongResult as wrong:
             return Outcome("wrong_result", f"gave what cannot be read: {wrong}")
         except (Exception, SystemExit) as error:
-            return Outcome("raised", f"raised {_described(error)}")
+            return Outcome("raised", f"raised {described(error)}")
         return _collected(results, {n: p for n, p in placed.items() if p is not None})
 
 
@@ -185,9 +186,17 @@ class Placed:
         storage = tensor.untyped_storage()
         return bool(storage.data_ptr() == self.buffer.untyped_storage().data_ptr())
 
-    def changed(self) -> bool:
-        """Whether the values are not those of before."""
-        return _raw(to_numpy(self.tensor)) != _raw(self.before)
+    def change(self) -> str | None:
+        """The first value that is not that of before, in words, or None."""
+        before, after = (
+            np.ascontiguousarray(array).reshape(-1)
+            for array in (self.before, to_numpy(self.tensor))
+        )
+        word = f"u{before.dtype.itemsize}"
+        where = np.flatnonzero(before.view(word) != after.view(word))
+        if where.size == 0:
+            return None
+        return f"{cell_text(before[where[0]])} became {cell_text(after[where[0]])}"
 
     def margins_changed(self) -> str | None:
         """Where something was written past an end, or None."""
@@ -233,7 +242,9 @@ def _collected(results: Mapping[str, Any], placed: Mapping[str, Placed]) -> Outc
         if not isinstance(result, torch.Tensor):
             kind = type(result).__name__
             return Outcome("wrong_result", f"gave {name} as {kind}; accepted: a torch tensor")
-        in_place |= {n for n, place in placed.items() if place.is_base_of(result)}
+        # In the memory of another input it is a result, but that input is changed.
+        if name in placed and placed[name].is_base_of(result):
+            in_place.add(name)
         try:
             outputs[name] = to_numpy(result).copy()
         except (TypeError, RuntimeError) as error:
@@ -241,8 +252,8 @@ def _collected(results: Mapping[str, Any], placed: Mapping[str, Placed]) -> Outc
     for name, place in placed.items():
         if where := place.margins_changed():
             return Outcome("outside", f"wrote outside of {name}, {where}", outputs)
-        if name not in in_place and place.changed():
-            return Outcome("changed_input", f"changed its input {name}", outputs)
+        if name not in in_place and (change := place.change()):
+            return Outcome("changed_input", f"changed its input {name}: {change}", outputs)
     return Outcome("returned", outputs=outputs)
 
 
@@ -251,11 +262,7 @@ def _number(array: Array) -> Any:
     return tuple(values) if isinstance(values, list) else values
 
 
-def _raw(array: Array) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
-
-
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Type, message and the innermost line of the user's own code."""
     text = " ".join(str(error).split())
     text = text if len(text) <= 300 else f"{text[:300]}..."
@@ -266,9 +273,10 @@ def _described(error: BaseException) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    here = str(Path(__file__).resolve().parent)
-    parts = Path(filename).parts
-    return "site-packages" in parts or filename.startswith(("<", here))
+    testing = Path(__file__).resolve().parent
+    oracle = testing.parent / "emulation"
+    own = (str(testing), str(oracle), str(oracle.resolve()))
+    return "site-packages" in Path(filename).parts or filename.startswith(("<", *own))
 
 
 @contextmanager

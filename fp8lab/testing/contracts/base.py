@@ -90,6 +90,10 @@ class Contract(ABC):
         """What the length of a group of `axes` is a multiple of."""
         return 1
 
+    def shortest(self, group: int) -> int:
+        """The least length that a group of `axes` can be cut to."""
+        return 0
+
     def droppable(self, inputs: Mapping[str, Array]) -> list[str]:
         """The inputs that can be left out."""
         return []
@@ -132,18 +136,19 @@ def register(contract: type[Contract]) -> type[Contract]:
     return contract
 
 
-def contract_from(name: str, settings: Mapping[str, Any]) -> Contract:
+def contract_from(name: object, settings: Mapping[str, Any]) -> Contract:
     """The contract of that name with settings as `Contract.settings` gives them, or as the check's
     function takes them.
 
     Raises:
         ValueError: An unknown name, or settings that the contract does not have.
     """
-    try:
-        kind = CONTRACTS[name]
-    except (KeyError, TypeError):
-        accepted = ", ".join(CONTRACTS)
-        raise ValueError(f"unknown contract {name!r}; accepted: {accepted}") from None
+    accepted = ", ".join(CONTRACTS)
+    if not isinstance(name, str):
+        raise ValueError(f'a contract is given by its name, as in ("cast", ...): {accepted}')
+    if name not in CONTRACTS:
+        raise ValueError(f"unknown contract {name!r}; accepted: {accepted}")
+    kind = CONTRACTS[name]
     try:
         return kind(**{key: _restored(key, value) for key, value in settings.items()})
     except TypeError as error:
@@ -168,6 +173,11 @@ def several(result: Any, names: Sequence[str]) -> dict[str, Any]:
     if len(result) != len(names):
         raise WrongResult(f"it returned {len(result)} values; accepted: {wanted}")
     return dict(zip(names, result, strict=True))
+
+
+def shown(choice: object) -> str:
+    """A choice as reports show it: formats, cores and policies by their names."""
+    return _short(_plain(choice))
 
 
 def float32(value: float) -> Array:

@@ -15,7 +15,7 @@ from fp8lab.emulation.tiling import layout_of
 from fp8lab.formats import E8M0, Float8Format
 from fp8lab.testing.cases import spaced
 from fp8lab.testing.contracts.base import Contract, Kernel, register, several
-from fp8lab.testing.contracts.inputs import dtype_named
+from fp8lab.testing.contracts.inputs import check_dtypes, dtype_named
 from fp8lab.testing.contracts.scales import amaxes
 from fp8lab.testing.profiles import Profile
 from fp8lab.testing.values import edge_values, random_words, wide_floats
@@ -80,7 +80,10 @@ class _Blocks(Contract):
     def _shapes(self, profile: Profile) -> list[tuple[int, int]]:
         rows, columns = (3 if size is None else size for size in self.block_of())
         if not self.ragged:
-            return [self._whole(blocks) for blocks in ((2, 3), (1, 1), (3, 1), (5, 2), (0, 1))]
+            many = ((-(-130 // rows), 1), (1, 17))
+            return [
+                self._whole(blocks) for blocks in ((2, 3), (1, 1), (3, 1), (5, 2), (0, 1), *many)
+            ]
         across = {
             1,
             columns - 1,
@@ -95,6 +98,8 @@ class _Blocks(Contract):
         shapes += [(3, width) for width in sorted(across)]
         shapes += [(height, columns + 1) for height in sorted(down)]
         shapes += [(0, columns), (3, 0), (1, 1)]
+        # More rows, and more blocks in a row, than one program of a kernel may take.
+        shapes += [(130, 2), (2, 17 * columns + 3)]
         if profile.wide:
             shapes += [(2 * rows + 7, 5 * columns + 3), (257, 129)]
         return [shape for shape in shapes if min(shape) >= 0]
@@ -129,6 +134,7 @@ class BlockQuantize(_Blocks):
     strided: bool = False
 
     def __post_init__(self) -> None:
+        check_dtypes(self.dtypes)
         quantize_blocks(np.zeros((1, 1), np.float32), self.fmt, block=self.block)
 
     def block_of(self) -> Block:
@@ -170,6 +176,7 @@ class MxQuantize(_Blocks):
                 f"unknown scale_rounding {self.scale_rounding!r};"
                 f" accepted: {', '.join(MX_ROUNDINGS)}"
             )
+        check_dtypes(self.dtypes)
         quantize_mx(np.zeros((1, 1), np.float32), self.fmt)
 
     def block_of(self) -> Block:

@@ -18,6 +18,7 @@ from fp8lab.testing.cases import laid_out_as, spaced
 from fp8lab.testing.contracts.base import Contract, Kernel, float32, one, register
 from fp8lab.testing.contracts.inputs import (
     SHAPES,
+    check_dtypes,
     dtype_named,
     every_code,
     every_pattern,
@@ -62,10 +63,7 @@ class Cast(Contract):
         check_format(self.fmt)
         rounding_named(self.rounding, self.fmt)
         overflow_policy(self.overflow, self.fmt)
-        if not self.dtypes:
-            raise ValueError("dtypes is empty; accepted: float32, float16, bfloat16, float64")
-        for name in self.dtypes:
-            dtype_named(name)
+        check_dtypes(self.dtypes)
 
     @property
     def stochastic(self) -> bool:
@@ -82,6 +80,9 @@ class Cast(Contract):
             pool = self._hard(1.0, dtype)
             for size in sizes(profile):
                 yield self._inputs(repeated(pool, size), 1.0)
+            for _ in range(2):  # the same sizes, scale and, most often, memory: other values
+                yield self._inputs(pool, 1.0)
+                pool = pool[::-1].copy()
             for shape in SHAPES:
                 yield self._inputs(repeated(pool, int(np.prod(shape))).reshape(shape), 0.1)
             if self.strided:

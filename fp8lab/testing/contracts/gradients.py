@@ -202,6 +202,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((20000,), (3,)),
     (),
     tuple((size,) for size in range(40)),
+    tuple((1 + index % 3,) for index in range(130)),  # more than one launch of torch's takes
 )
 
 

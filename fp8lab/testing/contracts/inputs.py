@@ -16,9 +16,9 @@ Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
 # Around the sizes that kernels cut their work into.
-SIZES = (1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 1023, 1025, 0)
+SIZES = (1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 512, 1023, 1024, 1025, 0)
 WIDE_SIZES = (2047, 2049, 4095, 4097, 8193, 65537)
-SHAPES = ((), (1, 1), (3, 5), (129, 33), (2, 3, 4), (0, 7), (7, 0))
+SHAPES = ((), (1, 1), (3, 5), (129, 33), (2, 3, 4), (2, 3, 1, 5), (0, 7), (7, 0))
 # Beside powers of two, in the middle, tiny and huge, subnormal, and the extremes of float32.
 SCALES = (
     *(1.0, 1 / 3, 0.1, 1.9999999, 2.0**-7, 1000.0, 2.0**40, 3e20, 1e-20, 2.0**-126, 1.5e-40),
@@ -42,6 +42,18 @@ def dtype_named(name: str) -> np.dtype[Any]:
     except (KeyError, TypeError):
         accepted = ", ".join(_DTYPES)
         raise ValueError(f"unknown dtype {name!r}; accepted: {accepted}") from None
+
+
+def check_dtypes(dtypes: object) -> None:
+    """Refuse input types that a contract cannot draw.
+
+    Raises:
+        ValueError: They are no tuple or list of names, none at all, or one is unknown.
+    """
+    if not isinstance(dtypes, tuple | list) or not dtypes:
+        raise ValueError(f"dtypes is {dtypes!r}; accepted: a tuple of some of {', '.join(_DTYPES)}")
+    for name in dtypes:
+        dtype_named(name)
 
 
 def sizes(profile: Profile) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fp8lab.emulation.matmul import HOPPER_FP8, TensorCore, matmul
 from fp8lab.formats import E4M3, FloatFormat
 from fp8lab.testing import strategies
-from fp8lab.testing.contracts.base import Contract, Kernel, one, register
+from fp8lab.testing.contracts.base import Contract, Kernel, one, register, shown
 from fp8lab.testing.products import OPERAND_KINDS, operand_values, small_integers
 from fp8lab.testing.profiles import Profile
 from fp8lab.testing.values import random_words
@@ -27,12 +27,13 @@ SIZES: tuple[Sizes, ...] = (
     *((1, 1, 1), (1, 1, 32), (16, 8, 33), (17, 9, 31), (64, 64, 64), (65, 33, 127), (33, 65, 128)),
     *((31, 17, 129), (5, 3, 255), (3, 5, 257), (2, 2, 1000), (129, 2, 96), (2, 129, 160)),
     *((0, 4, 32), (4, 0, 32), (3, 4, 0)),
+    *((1030, 3, 33), (3, 1030, 33), (2, 3, 4100)),  # many tiles of one side, and many steps
 )
 WIDE_SIZES: tuple[Sizes, ...] = ((130, 131, 520), (257, 40, 1025), (40, 257, 2049))
 # The order of scales shows where their product rounds, is subnormal, or leaves float32.
 SCALE_PAIRS = (
     *((1.0, 1.0), (1 / 3, 0.1), (2.0**-9, 3.0), (1e-25, 1e-17), (1e-30, 1e20), (3e30, 1e-28)),
-    *((1.9999999, 1.0000001), (1e25, 1e20)),
+    *((1.9999999, 1.0000001), (1e25, 1e20), (1.0, 0.1), (0.1, 1.0)),
 )
 
 
@@ -62,11 +63,20 @@ class Matmul(Contract):
     multiple_of: Sizes = (1, 1, 1)
 
     def __post_init__(self) -> None:
-        if len(self.formats) != 2:
-            raise ValueError(f"formats is {self.formats}; accepted: a pair")
-        if len(self.multiple_of) != 3 or min(self.multiple_of) < 1:
+        formats: object = self.formats
+        if not (_is_tuple(formats, FloatFormat) and len(self.formats) == 2):
             raise ValueError(
-                f"multiple_of is {self.multiple_of}; accepted: three integers from 1 (M, N, K)"
+                f"formats is {shown(formats)}; accepted: a tuple of two formats, of a and of b"
+            )
+        if not isinstance(self.core, TensorCore):
+            raise ValueError(
+                f"core is {self.core!r}; accepted: HOPPER_FP8 and the others of"
+                " fp8lab.emulation.matmul"
+            )
+        sizes: object = self.multiple_of
+        if not (_is_tuple(sizes, int) and len(self.multiple_of) == 3 and min(self.multiple_of) > 0):
+            raise ValueError(
+                f"multiple_of is {sizes!r}; accepted: a tuple of three integers from 1 (M, N, K)"
             )
         a, b = (np.zeros((1, 1), fmt.dtype) for fmt in self.formats)
         matmul(a, b, core=self.core, promote_every=self.promote_every)
@@ -171,6 +181,10 @@ class Matmul(Contract):
             "inverse_scale_a": inverse[0],
             "inverse_scale_b": inverse[1],
         }
+
+
+def _is_tuple(value: object, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
 
 
 _KINDS = (

@@ -22,7 +22,7 @@ from fp8lab.formats import Float8Format
 from fp8lab.testing import strategies
 from fp8lab.testing.cases import spaced
 from fp8lab.testing.contracts.base import Contract, Kernel, one, register, several
-from fp8lab.testing.contracts.inputs import SHAPES, dtype_named, repeated, sizes
+from fp8lab.testing.contracts.inputs import SHAPES, check_dtypes, dtype_named, repeated, sizes
 from fp8lab.testing.profiles import Profile
 from fp8lab.testing.values import random_words, special_values, wide_floats
 
@@ -48,10 +48,7 @@ class Amax(Contract):
     strided: bool = False
 
     def __post_init__(self) -> None:
-        if not self.dtypes:
-            raise ValueError("dtypes is empty; accepted: float32, float16, bfloat16, float64")
-        for name in self.dtypes:
-            dtype_named(name)
+        check_dtypes(self.dtypes)
 
     def fixed(self, profile: Profile, traits: frozenset[str]) -> Iterator[Arrays]:
         for name in self.dtypes:
@@ -63,6 +60,10 @@ class Amax(Contract):
                 for place in sorted({0, size // 2, size - 1}) if size else ():
                     for value in (-300.0, np.nan, -np.inf):
                         yield {"x": _with(ordinary[:size], place, value)}
+            # Where the work is cut: the last place of a part, and the first of the next.
+            for power in range(1, 10):
+                for place in (2**power - 1, 2**power):
+                    yield {"x": _with(ordinary[:1025], place, -300.0)}
             for value in special_values(dtype):
                 yield {"x": np.array([0, value, -0.0], dtype)}
                 yield {"x": np.array([1, value, 0.5], dtype)}
@@ -173,10 +174,11 @@ class ScaleUpdate(Contract):
 
     def fixed(self, profile: Profile, traits: frozenset[str]) -> Iterator[Arrays]:
         pool = amaxes(self.fmt)
-        lengths = (1, 2, 3, 16, 1024) if profile.wide else (1, 2, 3, 16)
+        lengths = (1, 2, 3, 16, 17, 100, 1024) if profile.wide else (1, 2, 3, 16, 17, 100)
         for length in (4, *lengths):
             for tensors in (37, 1, 0):
                 yield _history(3 * length + tensors, length, tensors, pool)
+        yield _history(5, 2, 1025, pool)
         # Each place of the history holds the largest amax once; and one tensor after another rests.
         history = np.full((5, 6), 2.0, np.float32)
         history[np.arange(5), np.arange(5)] = 7.0
@@ -216,6 +218,9 @@ class ScaleUpdate(Contract):
 
     def output_axis(self, group: int) -> int | None:
         return 0 if group == 0 else None
+
+    def shortest(self, group: int) -> int:
+        return group  # a history has the present step's slot
 
     def simpler(self, inputs: Mapping[str, Array]) -> Iterator[Arrays]:
         scale, history = inputs["scale"], inputs["amax_history"]
