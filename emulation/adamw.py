@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8lab.emulation.adamw_orders import new_moments, new_param, step_constants
+from fp8lab.emulation.integers import as_integer
 from fp8lab.optimizer_formats import AdamOrder, order_named
 
 Array = npt.NDArray[Any]
@@ -65,7 +66,7 @@ def adamw(
         The new (param, exp_avg, exp_avg_sq), float32.
 
     Raises:
-        TypeError: An array is of another dtype.
+        TypeError: An array is of another dtype, or the step is no integer.
         ValueError: Shapes differ, a number is outside its range, or the order is unknown.
 
     >>> import numpy as np
@@ -106,11 +107,15 @@ def check_hyperparameters(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
     """Refuse numbers that no AdamW step takes, naming the one and its range."""
+    if as_integer(step) is None:
+        raise TypeError(f"step is {step!r}; accepted: an integer, 1 and up")
     if step < 1:
         raise ValueError(f"step is {step}; accepted: 1 and up (the first step is 1)")
     for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not 0 <= number < float("inf"):
             raise ValueError(f"{name} is {number}; accepted: finite, at least 0")
+    if len(betas) != 2:
+        raise ValueError(f"betas is {betas}; accepted: two numbers, at least 0 and below 1")
     for index, beta in enumerate(betas, start=1):
         if not 0 <= beta < 1:
             raise ValueError(f"beta{index} is {beta}; accepted: at least 0 and below 1")

@@ -146,11 +146,14 @@ def matmul_at(
 
     Args:
         a, b: As for `matmul`.
-        rows, columns: Indices, at least 0.
+        rows, columns: Indices, from 0.
         options: The keyword arguments of `matmul`, of the whole product's shapes.
 
     Returns:
         (len(rows), len(columns)).
+
+    Raises:
+        TypeError, ValueError: As for `matmul`, or indices that are no integers or not there.
 
     >>> import numpy as np
     >>> from fp8lab.formats import E4M3
@@ -158,8 +161,9 @@ def matmul_at(
     >>> matmul_at(a, a, [7, 299], [299]).tolist()
     [[0.0], [1.0]]
     """
-    rows, columns = np.asarray(rows, dtype=np.intp), np.asarray(columns, dtype=np.intp)
     whole = _checked(a, b, **options)
+    rows = _checked_indices("rows", rows, a.shape[0])
+    columns = _checked_indices("columns", columns, b.shape[1])
     part = np.ix_(rows, columns)
     bias = whole.bias
     if bias is not None:
@@ -246,7 +250,23 @@ def _checked(
     )
 
 
+def _checked_indices(name: str, indices: npt.ArrayLike, size: int) -> Array:
+    given = np.asarray(indices)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise TypeError(
+            f"{name} is {given.dtype} of shape {given.shape}; accepted: a list of integers"
+        )
+    if given.size and not (given.min() >= 0 and given.max() < size):
+        raise ValueError(
+            f"{name} goes from {given.min()} to {given.max()}; accepted: from 0 to {size - 1}"
+        )
+    return given.astype(np.intp)
+
+
 def _check_operands(a: Array, b: Array, core: TensorCore) -> None:
+    if not isinstance(core, TensorCore):
+        accepted = ", ".join(TENSOR_CORES)
+        raise TypeError(f"core is {core!r}; accepted: a TensorCore (TENSOR_CORES has: {accepted})")
     for name, matrix in (("a", a), ("b", b)):
         if not isinstance(matrix, np.ndarray) or matrix.dtype.name not in core.operands:
             kind = matrix.dtype if isinstance(matrix, np.ndarray) else type(matrix).__name__

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
     given = parser.parse_args(arguments)
+    given.command_line = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code: int = given.run(given)
     except UserError as error:

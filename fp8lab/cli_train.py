@@ -75,19 +75,23 @@ def resume_training(given: argparse.Namespace) -> int:
     """
     from fp8lab.resume import resume_run
 
-    parser: argparse.ArgumentParser = given.train_parser
-    own = [
-        name
-        for name, value in vars(given).items()
-        if name not in (*_WITH_RESUME, "command", "resume", "run", "after_interrupt")
-        and value != parser.get_default(name)
-    ]
+    own = [name for name in _named(given) if name not in (*_WITH_RESUME, "resume")]
     if own:
         option = "--" + own[0].replace("_", "-")
         raise UserError(f"--resume goes on with the run's own settings; leave out {option}")
     with resume_run(given.resume, _plan(given), text=given.text) as run:
         print(f"going on after step {run.run.step} of {run.run.config.steps}")
         return _do(run)
+
+
+def _named(given: argparse.Namespace) -> list[str]:
+    """The options that the command line names, those at their defaults too."""
+    parser: argparse.ArgumentParser = given.train_parser
+    unset = object()
+    bare = argparse.Namespace(**dict.fromkeys(vars(given), unset))
+    after = given.command_line.index("train") + 1
+    parser.parse_args(given.command_line[after:], bare)
+    return [name for name, value in vars(bare).items() if value is not unset]
 
 
 def _plan(given: argparse.Namespace) -> CheckpointPlan:

@@ -180,6 +180,7 @@ def _rules(
         raise UserError("include is given beside recipes by pattern; their patterns say it already")
     if not recipe:
         raise UserError("no recipes; name at least one pattern")
+    _patterns(tuple(recipe), "recipe")
     return {pattern: _as_recipe(found) for pattern, found in recipe.items()}
 
 
@@ -203,6 +204,8 @@ def _recipe_for(name: str, rules: Mapping[str, Recipe]) -> Recipe | None:
 
 
 def _patterns(given: str | Sequence[str], argument: str) -> tuple[str, ...]:
+    if not isinstance(given, str | Sequence):
+        raise UserError(f"{argument} is {given!r}; accepted: a pattern, or a list of patterns")
     patterns = (given,) if isinstance(given, str) else tuple(given)
     if argument == "include" and not patterns:
         raise UserError("include is empty; name at least one pattern")

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8lab.errors import UserError
-from fp8lab.linear import Fp8Linear, OperandCast
+from fp8lab.linear import Fp8Linear, OperandCast, check_dtype
+from fp8lab.linear_casts import RawBuffers
 from fp8lab.linear_products import Side, computing, product, sides
 from fp8lab.observe import at
 from fp8lab.ops_linear import Block, Codes
 from fp8lab.recipes import Recipe
 
 
-class FrozenFp8Linear(nn.Module):
+class FrozenFp8Linear(RawBuffers):
     """The forward product of an `Fp8Linear` whose weight is codes and whose scales do not move.
 
     For the same scales it has the bits of the layer it was made from. Made by `freeze` alone.
@@ -32,6 +33,7 @@ class FrozenFp8Linear(nn.Module):
     bias: Tensor | None
     casts: nn.ModuleDict
     weight_block: Block | None
+    raw = ("weight_codes", "weight_inverse")
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]
         reason="a frozen FP8 layer breaks the graph; compile without fullgraph"
@@ -40,6 +42,7 @@ class FrozenFp8Linear(nn.Module):
         """x is (..., K), of a type that `Fp8Linear` takes; the result is (..., N), of x's dtype."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        check_dtype(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; accepted: (..., {self.in_features})")
         rows = x.reshape(-1, self.in_features)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class LossScaler(nn.Module):
         largest: float = 2.0**60,
     ) -> None:
         super().__init__()
+        for name, value in (("scale", scale), ("growth", growth), ("backoff", backoff)):
+            if not isinstance(value, Real):
+                raise UserError(f"loss scaler: {name} is {value!r}; accepted: a number")
         for name, value, accepted, ok in (
             ("smallest", smallest, "2**-60 and up", smallest >= 2.0**-60),
             ("largest", largest, f"{smallest} to 2**120", smallest <= largest <= 2.0**120),
@@ -147,7 +151,8 @@ class UpdateStep:
         scaler: LossScaler | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        if clip_norm is not None and not 0 <= clip_norm < float("inf"):
+        number = clip_norm is None or isinstance(clip_norm, Real)
+        if not number or (clip_norm is not None and not 0 <= clip_norm < float("inf")):
             raise UserError(f"clip_norm is {clip_norm}; accepted: finite, at least 0, or None")
         self.model, self.optimizer = model, optimizer
         self._norm = GradientNorm(clip_norm)

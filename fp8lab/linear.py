@@ -230,9 +230,7 @@ class Fp8Linear(nn.Linear):
 
     def _checked_rows(self, x: Tensor) -> Tensor:
         """x as (rows, K), or an error that says what it should be."""
-        if x.dtype not in DTYPES:
-            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise TypeError(f"x has dtype {x.dtype}; accepted: {accepted}")
+        check_dtype(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; accepted: (..., {self.in_features})")
         if self.products == "kernels" and not torch.compiler.is_compiling():
@@ -306,6 +304,17 @@ def check_products(recipe: Recipe, products: str) -> None:
                     f"recipe {recipe.name!r}: {role} is {fmt}; the FP8 product takes E4M3 and E5M2"
                     ' (products="decoded" takes any)'
                 )
+
+
+def check_dtype(x: Tensor) -> None:
+    """Refuse an input of a type that no layer takes.
+
+    Raises:
+        TypeError: With what is accepted.
+    """
+    if x.dtype not in DTYPES:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"x has dtype {x.dtype}; accepted: {accepted}")
 
 
 def check_kernels(device: torch.device) -> None:

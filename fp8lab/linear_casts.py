@@ -7,8 +7,9 @@ by side and moves them on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,26 @@ class CastStatistics:
     underflow: float
 
 
-class OperandCast(nn.Module):
+class RawBuffers(nn.Module):
+    """A module some of whose buffers move with it, but keep their dtype and bits for good.
+
+    `model.to(torch.bfloat16)` is meant for parameters: a scale rounded to bfloat16 is another
+    scale, and codes that became numbers are no codes.
+    """
+
+    raw: ClassVar[tuple[str, ...]]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RawBuffers:
+        kept = {name: self._buffers.get(name) for name in self.raw}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            after = self._buffers.get(name)
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+
+class OperandCast(RawBuffers):
     """How one operand of one layer is cast, with the state that this needs.
 
     Attributes:
@@ -58,6 +78,7 @@ class OperandCast(nn.Module):
 
     scale: Tensor
     amax_history: Tensor
+    raw = ("scale", "amax_history")
 
     def __init__(self, operand: Operand, *, device: torch.device | str | None = None) -> None:
         super().__init__()

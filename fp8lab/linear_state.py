@@ -34,12 +34,18 @@ class DelayedGroup:
     amax_history: Tensor
 
     def holds(self, casts: tuple[OperandCast, ...]) -> bool:
-        """Whether the casts are these, and their buffers still views of this state."""
+        """Whether the casts are these, and their buffers still views of this state.
+
+        A copied or unpickled model has the same layout, but its tensors are views no more: they
+        share memory and count their changes apart, so that nobody would see a scale move.
+        """
         if casts != self.casts:
             return False
         scale, history = self.scale.data_ptr(), self.amax_history.data_ptr()
         return all(
-            cast.scale.data_ptr() == scale + 4 * place
+            cast.scale._base is self.scale
+            and cast.amax_history._base is self.amax_history
+            and cast.scale.data_ptr() == scale + 4 * place
             and cast.amax_history.data_ptr() == history + 4 * place
             for place, cast in enumerate(casts)
         )

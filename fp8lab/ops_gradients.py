@@ -52,7 +52,16 @@ class GradientNorm:
         Args:
             grads: float32, bfloat16 or float16, of one device, at least one.
             inverse_scale: One float32 on their device, above zero.
+
+        Raises:
+            TypeError: A gradient is sparse, or of another dtype.
+            ValueError: There are none.
         """
+        if not grads:
+            raise ValueError("no gradients given; accepted: at least one")
+        for grad in grads:
+            if grad.layout != torch.strided:
+                raise TypeError(f"a gradient has layout {grad.layout}; accepted: dense gradients")
         dense = [grad.detach().contiguous() for grad in grads]
         if dense[0].is_cuda:
             return self._by_kernel(dense, inverse_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fp8lab.ops_adamw_steppers import make_stepper
 from fp8lab.optimizer_formats import MASTER_FORMATS
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -72,8 +74,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if master not in MASTER_FORMATS:
             raise ValueError(f"unknown master {master!r}; accepted: {', '.join(MASTER_FORMATS)}")
-        if not 0 <= seed < 1 << 31:
-            raise ValueError(f"seed is {seed}; accepted: 0 to 2**31 - 1")
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
+            raise ValueError(f"seed is {seed}; accepted: an integer, 0 to 2**31 - 1")
         self.formats = AdamFormats.named(order, decoupled, exp_avg, exp_avg_sq, master)
         self.seed = seed
         self.capturable = capturable
@@ -155,11 +157,14 @@ class AdamW(torch.optim.Optimizer):
                 cannot know.
 
         Raises:
-            TypeError: A gradient is sparse. ValueError: A number is outside its range, or a skip
-                without `capturable`. The state is as before then.
+            TypeError: A gradient is sparse or of another dtype, or factor or skip is. ValueError: A
+                number is outside its range, a shape does not fit, or a skip without `capturable`.
+                Parameters and state are as before then.
         """
         if skip is not None and not self.capturable:
             raise ValueError("a skip flag needs steps on the device; build AdamW(capturable=True)")
+        _check_single("factor", factor, torch.float32)
+        _check_single("skip", skip, torch.int32)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -181,11 +186,11 @@ class AdamW(torch.optim.Optimizer):
                 seed=self.seed << 32,
             )
             return loss
-        for param in params:
-            self.state[param]["step"] += 1
         longest = max(own.step for own in numbers)
         stepper = self._stepper_for(params, places, offsets)
         stepper.step(grads, numbers, factor=factor, seed=(self.seed << 32) + longest)
+        for param in params:
+            self.state[param]["step"] += 1
         return loss
 
     def update_numbers(self) -> None:
@@ -193,6 +198,16 @@ class AdamW(torch.optim.Optimizer):
         if self._counted is not None:
             owner = {id(p): group for group in self.param_groups for p in group["params"]}
             self._counted.set([numbers_row(owner[id(param)]) for param in self._counted.params])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps its own fields alone; a copy needs these as well.
+        self._fetch_counts()
+        own = {name: getattr(self, name) for name in ("formats", "seed", "capturable", "_copies")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stepper, self._stepper_key, self._counted = None, (), None
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; the steps that a device counted are fetched first."""
@@ -234,6 +249,9 @@ class AdamW(torch.optim.Optimizer):
     def _check_loaded(self, param: Tensor, saved: dict[str, Any]) -> None:
         if not saved:
             return
+        step = saved.get("step")
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"the saved step is {step}; accepted: an integer, 0 and up")
         wanted = {n: (t.dtype, t.shape) for n, t in fresh_state(param, self.formats).items()}
         found = {n: (t.dtype, t.shape) for n, t in saved.items() if isinstance(t, Tensor)}
         if wanted != found:
@@ -250,19 +268,22 @@ class AdamW(torch.optim.Optimizer):
         grads, places = [], []
         numbers: list[StepNumbers] = []
         offset = 0
+        # All of them before the first state is made.
         for group in self.param_groups:
             _check_numbers(group)
             for param in group["params"]:
                 if param.grad is not None:
-                    if param.grad.layout != torch.strided:
-                        raise TypeError(
-                            f"a gradient has layout {param.grad.layout}; accepted: dense gradients"
-                        )
+                    _check_gradient(param, param.grad)
+        for group in self.param_groups:
+            lr, betas, eps, decay = (group[name] for name in _NUMBERS)
+            fixed = float(lr), (float(betas[0]), float(betas[1])), float(eps), float(decay)
+            for param in group["params"]:
+                if param.grad is not None:
                     state = self.state[param]
                     if not state:
                         state["step"] = 0
                         state.update(fresh_state(param, self.formats))
-                    own = StepNumbers(state["step"] + 1, *(group[name] for name in _NUMBERS))
+                    own = StepNumbers(state["step"] + 1, *fixed)
                     if own not in numbers:
                         numbers.append(own)
                     chosen.append((param, offset))
@@ -296,11 +317,43 @@ class AdamW(torch.optim.Optimizer):
 
 def _check_numbers(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= group[name] < float("inf"):
-            raise ValueError(f"{name} is {group[name]}; accepted: finite, at least 0")
-    for index, beta in enumerate(group["betas"], start=1):
-        if not 0 <= beta < 1:
-            raise ValueError(f"beta{index} is {beta}; accepted: at least 0 and below 1")
+        if not _is_number(group[name]) or not 0 <= group[name] < float("inf"):
+            raise ValueError(f"{name} is {group[name]}; accepted: a number, finite, at least 0")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas is {betas}; accepted: two numbers, at least 0 and below 1")
+    for index, beta in enumerate(betas, start=1):
+        if not _is_number(beta) or not 0 <= beta < 1:
+            raise ValueError(f"beta{index} is {beta}; accepted: a number, at least 0 and below 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
+
+
+def _check_gradient(param: Tensor, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise TypeError(f"a gradient has layout {grad.layout}; accepted: dense gradients")
+    if grad.dtype not in _GRADIENTS:
+        accepted = ", ".join(map(str, _GRADIENTS))
+        raise TypeError(f"a gradient has dtype {grad.dtype}; accepted: {accepted}")
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"a gradient has shape {tuple(grad.shape)}; accepted: its parameter's"
+            f" {tuple(param.shape)}"
+        )
+
+
+def _check_single(name: str, given: Tensor | None, dtype: torch.dtype) -> None:
+    """Refuse a factor or a flag that is not one element of its dtype."""
+    if given is None:
+        return
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} is {given!r}; accepted: a tensor of one element, {dtype}")
+    if given.dtype != dtype or given.numel() != 1:
+        raise TypeError(
+            f"{name} is {given.dtype} of shape {tuple(given.shape)}; accepted: one element, {dtype}"
+        )
 
 
 def _shown(state: dict[str, tuple[torch.dtype, torch.Size]]) -> str:

@@ -129,8 +129,10 @@ class RunRecorder:
                 break  # what a run that was killed wrote after its checkpoint, whole or torn
             rows.append(row)
             kept.append(line)
-        if (rows[-1]["step"] if rows else 0) != last_step:
-            raise UserError(f"{path} has no rows up to step {last_step}; it was changed")
+        if [row.get("step") for row in rows] != list(range(1, last_step + 1)):
+            raise UserError(
+                f"{path} has no rows up to step {last_step}, one a step; it was changed"
+            )
         write_atomically(path, "".join(line + "\n" for line in kept))
         recorder = cls.__new__(cls)
         recorder.folder = folder

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8lab.checkpoint import Checkpoint, CheckpointError, load
-from fp8lab.checkpoint_store import checkpoints_in
+from fp8lab.checkpoint_store import checkpoint_name, checkpoints_in
 from fp8lab.data import Corpus
 from fp8lab.errors import UserError
 from fp8lab.records import RunRecorder, environment, read_table, to_json
@@ -32,6 +32,7 @@ from fp8lab.training import TrainingConfig, TrainingRun
 
 __all__ = ["CheckpointPlan", "FolderRun", "resume_run", "start_run", "state_of"]
 
+_LOCK = ".lock"
 _KEPT = ("every", "keep_last", "keep_best")  # of a plan: what a run keeps for when it is resumed
 
 
@@ -54,8 +55,7 @@ def start_run(
     Raises:
         UserError: The folder holds something, or the settings do not fit; see `TrainingRun`.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not empty; choose another --out")
+    _check_empty(folder)
     _check_stop(plan, config.steps, done=0)
     seed_globals(config.seed)  # they are part of the state: two equal runs have equal states
     run = TrainingRun(config, corpus)
@@ -67,6 +67,7 @@ def start_run(
     with ExitStack() as resources:
         folder.mkdir(parents=True, exist_ok=True)
         resources.enter_context(_locked(folder))
+        _check_empty(folder)  # another process may have been here meanwhile
         recorder = resources.enter_context(RunRecorder(folder, described, config.device))
         here = read_table(folder / "environment.json")
         return FolderRun(folder, run, corpus, plan, recorder, [], here, resources.pop_all())
@@ -114,6 +115,13 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
         return FolderRun(folder, run, corpus, plan, recorder, past, here, resources.pop_all())
 
 
+def _check_empty(folder: Path) -> None:
+    if folder.exists() and (
+        not folder.is_dir() or any(path.name != _LOCK for path in folder.iterdir())
+    ):
+        raise UserError(f"{folder} exists and is not empty; choose another --out")
+
+
 def _as_started(plan: CheckpointPlan, before: Mapping[str, Any]) -> CheckpointPlan:
     """A plan with what was not given taken from the one that the run was started with."""
     kept = {name: getattr(plan, name) or before.get(name) for name in ("every", "keep_last")}
@@ -129,7 +137,13 @@ def _newest(folder: Path, fingerprint: Mapping[str, Any]) -> Checkpoint:
             f"the run in {folder} has no checkpoint to go on from; start again with another --out"
         )
     try:
-        return load(found[-1], fingerprint=fingerprint)
+        checkpoint = load(found[-1], fingerprint=fingerprint)
+        # Renamed or copied over, an older one would pass for the newest.
+        if found[-1].name != (name := checkpoint_name(checkpoint.manifest.step)):
+            raise CheckpointError(
+                f"{found[-1]} was renamed or copied over: what is inside is {name}"
+            )
+        return checkpoint
     except CheckpointError as error:
         if len(found) == 1:
             raise
@@ -149,7 +163,7 @@ def _check_stop(plan: CheckpointPlan, steps: int, *, done: int) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the run for this process; the system lets go of it however the process ends."""
-    with (folder / ".lock").open("w") as file:
+    with (folder / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

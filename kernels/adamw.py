@@ -9,6 +9,7 @@ import torch
 from fp8lab.kernels.adamw_plan import AdamPlan
 from fp8lab.kernels.adamw_settings import AdamSettings
 from fp8lab.kernels.adamw_tensors import AdamTensors, MomentTensors
+from fp8lab.kernels.checks import as_integer
 from fp8lab.kernels.launch import to_float32
 from fp8lab.optimizer_formats import AdamOrder, order_named
 
@@ -48,7 +49,7 @@ def adamw(
         (param, exp_avg, exp_avg_sq): the tensors given, now holding the new values.
 
     Raises:
-        TypeError: A tensor of another dtype.
+        TypeError: A tensor of another dtype, or a step that is no integer.
         ValueError: Shapes or devices differ, a tensor is not contiguous, two of them share memory,
             or a number is outside its range.
     """
@@ -143,11 +144,15 @@ def _power(base: float, exponent: int) -> float:
 def _check_hyperparameters(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
+    if as_integer(step) is None:
+        raise TypeError(f"step is {step!r}; accepted: an integer, 1 and up")
     if step < 1:
         raise ValueError(f"step is {step}; accepted: 1 and up (the first step is 1)")
     for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not 0 <= number < float("inf"):
             raise ValueError(f"{name} is {number}; accepted: finite, at least 0")
+    if len(betas) != 2:
+        raise ValueError(f"betas is {betas}; accepted: two numbers, at least 0 and below 1")
     for index, beta in enumerate(betas, start=1):
         if not 0 <= beta < 1:
             raise ValueError(f"beta{index} is {beta}; accepted: at least 0 and below 1")

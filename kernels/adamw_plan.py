@@ -28,6 +28,7 @@ from fp8lab.optimizer_formats import (
 
 _HARDWARE_CAPABILITY = (9, 0)
 _ALIGNMENT = 16
+_HYPERPARAMETERS = 5  # lr, beta1, beta2, eps, weight_decay
 
 
 @dataclass(eq=False)
@@ -137,16 +138,20 @@ class AdamPlan:
             factor: One float32: multiplies the gradients.
             skip: One int32: everything stays as it is unless it is 0.
             seed: One int64: of the random words, for the master "bfloat16_stochastic".
+
+        Raises:
+            TypeError, ValueError: One of them is of another dtype, shape or device, or there is no
+                row for a group. Nothing has been written then.
         """
-        check_tensor("constants", constants, (torch.float32,))
+        self._check_table("constants", constants, torch.float32, int(CONSTANTS))
         if factor is not None:
             check_one_element("factor", factor, self.device)
         if skip is not None:
-            check_tensor("skip", skip, (torch.int32,))
+            check_one_element("skip", skip, self.device, torch.int32)
         if self.master == "bfloat16_stochastic":
             if seed is None:
                 raise ValueError("master bfloat16_stochastic needs a seed: one int64 tensor")
-            check_tensor("seed", seed, (torch.int64,))
+            check_one_element("seed", seed, self.device, torch.int64)
         step = device_code.StepCode(
             grad=str(self._grads[0].dtype).removeprefix("torch."),
             master=self.master,
@@ -206,10 +211,21 @@ class AdamPlan:
             steps: int64, (groups,): steps taken; each grows by one.
             constants: float32, (groups, 9); overwritten.
             skip: One int32: nothing changes unless it is 0.
+
+        Raises:
+            TypeError, ValueError: As for `launch`.
         """
-        check_tensor("hyperparameters", hyperparameters, (torch.float64,))
+        self._check_table("hyperparameters", hyperparameters, torch.float64, _HYPERPARAMETERS)
+        self._check_table("constants", constants, torch.float32, int(CONSTANTS))
         check_tensor("steps", steps, (torch.int64,))
-        check_tensor("constants", constants, (torch.float32,))
+        rows = (steps.numel(), hyperparameters.shape[0], constants.shape[0])
+        if len(set(rows)) > 1 or steps.device != self.device:
+            raise ValueError(
+                f"steps has {rows[0]} values on {steps.device}, hyperparameters {rows[1]} rows,"
+                f" constants {rows[2]}; accepted: one a group for each, on {self.device}"
+            )
+        if skip is not None:
+            check_one_element("skip", skip, self.device, torch.int32)
         launch(
             constants_kernel,
             (steps.numel(),),
@@ -226,6 +242,18 @@ class AdamPlan:
     def written(self) -> list[torch.Tensor]:
         """The tensors that a step writes in place."""
         return [tensor for t in self.tensors for tensor in t.written()]
+
+    def _check_table(
+        self, name: str, table: torch.Tensor, dtype: torch.dtype, columns: int
+    ) -> None:
+        """Refuse a table that lacks a row that the kernel will read."""
+        check_tensor(name, table, (dtype,))
+        fits = table.dim() == 2 and table.shape[0] >= self._groups and table.shape[1] == columns
+        if not fits or table.device != self.device:
+            raise ValueError(
+                f"{name} has shape {tuple(table.shape)} on {table.device}; accepted:"
+                f" ({self._groups} or more groups, {columns}) on {self.device}"
+            )
 
     def _fastest(self) -> AdamSettings:
         first = self.tensors[0]
@@ -248,6 +276,7 @@ class AdamPlan:
         self._rows = rows
         self._table = rows.to(self.device, copy=True)
         self._chunk_tensor = torch.cat(chunk_tensor).to(self.device)
+        self._groups = 1 + max(t.group for t in self.tensors)
         self._tops = torch.zeros(2 * len(self.tensors), dtype=torch.int32, device=self.device)
         self._grads = [t.grad for t in self.tensors]
         self._aligned = self._is_aligned()

@@ -21,12 +21,14 @@ def check_tensor(
         contiguous: Whether the tensor has to be.
 
     Raises:
-        TypeError: Not a tensor, or of a dtype that is not among `dtypes`.
+        TypeError: Not a dense tensor, or of a dtype that is not among `dtypes`.
         ValueError: On a device that kernels do not run on, or not contiguous.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch tensor")
     accepted = tuple(dtypes)
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; accepted: dense tensors")
     if tensor.dtype not in accepted:
         names = ", ".join(str(dtype) for dtype in accepted)
         raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {names}")
@@ -66,14 +68,16 @@ def check_like(name: str, tensor: torch.Tensor, first_name: str, first: torch.Te
         )
 
 
-def check_one_element(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse anything but one float32 on that device.
+def check_one_element(
+    name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype = torch.float32
+) -> None:
+    """Refuse anything but one element of that dtype on that device.
 
     Raises:
-        TypeError: Not a float32 tensor.
+        TypeError: Not a tensor of that dtype.
         ValueError: Another number of elements, or another device.
     """
-    check_tensor(name, tensor, (torch.float32,))
+    check_tensor(name, tensor, (dtype,))
     if tensor.numel() != 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: one element")
     if tensor.device != device:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import triton
@@ -90,8 +91,6 @@ class GradientPlan:
             raise ValueError("no gradients given; accepted: at least one")
         for index, grad in enumerate(grads):
             name = f"gradient {index}"
-            if isinstance(grad, torch.Tensor) and grad.layout != torch.strided:
-                raise TypeError(f"{name} has layout {grad.layout}; accepted: dense tensors")
             check_tensor(name, grad, GRADIENTS)
             if grad.device != grads[0].device:
                 raise ValueError(f"{name} is on {grad.device}; gradient 0 is on {grads[0].device}")
@@ -165,6 +164,8 @@ class GradientPlan:
         if isinstance(number, torch.Tensor):
             check_one_element(name, number, self.device)
             return number
+        if not isinstance(number, Real):
+            raise TypeError(f"{name} is {number!r}; accepted: a number or a float32 tensor")
         tensor = torch.tensor([number], dtype=torch.float32)
         value = float(tensor)
         if not (0 < value < float("inf") if positive else 0 <= value < float("inf")):

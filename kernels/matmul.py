@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8lab.kernels.checks import check_tensor
+from fp8lab.kernels.checks import as_integer, check_tensor
 from fp8lab.kernels.matmul_launch import FORMATS, Settings, fastest, launch_product
 from fp8lab.kernels.matmul_product import Product
 from fp8lab.kernels.matmul_scales import Scales, scales_from
@@ -158,10 +158,12 @@ def _checked_promotion(promote_every: int | None, scales: Scales) -> int | None:
                 " along K; accepted: that number, or None"
             )
         return scales.block_k
-    if promote_every not in (None, *PROMOTIONS):
+    if promote_every is None:
+        return None
+    if as_integer(promote_every) not in PROMOTIONS:
         accepted = ", ".join(str(length) for length in PROMOTIONS)
         raise ValueError(f"promote_every is {promote_every!r}; accepted: None, {accepted}")
-    return promote_every
+    return as_integer(promote_every)
 
 
 def _check_place(

@@ -76,6 +76,7 @@ def test_zero_gradients_and_states_only_decay() -> None:
         ({"eps": float("inf")}, "eps is inf; accepted"),
         ({"betas": (1.0, 0.9)}, "beta1 is 1.0; accepted: at least 0 and below 1"),
         ({"betas": (0.9, -0.1)}, "beta2 is -0.1; accepted"),
+        ({"betas": (0.9,)}, "betas is (0.9,); accepted: two numbers, at least 0 and below 1"),
         ({"order": "adam"}, "unknown order 'adam'; accepted: plain, torch"),
     ],
 )
@@ -87,6 +88,8 @@ def test_bad_numbers_are_refused(change: dict[str, Any], message: str) -> None:
 
 def test_bad_tensors_are_refused() -> None:
     one = np.ones(2, np.float32)
+    with pytest.raises(TypeError, match=r"step is 1.5; accepted: an integer, 1 and up"):
+        adamw(one, one, one, one, **(SETTINGS | {"step": 1.5}))
     with pytest.raises(TypeError, match="grad has dtype float64; accepted: float32"):
         adamw(one, one.astype(np.float64), one, one, **SETTINGS)
     with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\); param has \(2,\)"):

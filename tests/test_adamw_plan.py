@@ -221,6 +221,39 @@ def test_what_a_launch_lacks_is_refused(device: str) -> None:
         plan.launch(torch.zeros(1, 9, device=device))
     with pytest.raises(TypeError, match=r"constants has dtype torch.float64; accepted: torch.flo"):
         plan.launch(torch.zeros(1, 9, device=device, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"seed has shape \(0,\); accepted: one element"):
+        plan.launch(
+            torch.zeros(1, 9, device=device),
+            seed=torch.zeros(0, dtype=torch.int64, device=device),
+        )
+
+
+def test_tables_that_lack_a_row_are_refused_before_a_launch(device: str) -> None:
+    """The kernel would read beyond their ends."""
+    one = torch.ones(3, device=device)
+    parts = [[one.clone() for _ in range(4)] for _ in range(2)]
+    tensors = [
+        AdamTensors(p, g, MomentTensors(m), MomentTensors(v), group=2 * index)
+        for index, (p, g, m, v) in enumerate(parts)
+    ]
+    plan = AdamPlan(tensors, settings=SMALL)
+    no_flag = torch.zeros(0, dtype=torch.int32, device=device)
+    for shape in ((2, 9), (3, 8), (27,)):
+        with pytest.raises(ValueError, match=r"constants has shape .*; accepted: \(3 or more gro"):
+            plan.launch(torch.zeros(shape, device=device))
+    constants = torch.zeros(3, 9, device=device)
+    with pytest.raises(ValueError, match=r"skip has shape \(0,\); accepted: one element"):
+        plan.launch(constants, skip=no_flag)
+    numbers = torch.zeros(3, 5, dtype=torch.float64, device=device)
+    steps = torch.zeros(3, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"hyperparameters has shape \(2, 5\)"):
+        plan.advance(numbers[:2], steps, constants)
+    with pytest.raises(ValueError, match=r"steps has 2 values on .*, hyperparameters 3 rows"):
+        plan.advance(numbers, steps[:2], constants)
+    with pytest.raises(ValueError, match=r"skip has shape \(0,\); accepted: one element"):
+        plan.advance(numbers, steps, constants, skip=no_flag)
+    assert all(torch.equal(tensor, one) for part in parts for tensor in part)
+    assert not steps.any()
 
 
 @pytest.mark.gpu

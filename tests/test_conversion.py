@@ -191,6 +191,9 @@ def test_a_subclass_is_left_alone() -> None:
         ({"recipe": {"*": "mx"}, "include": "head"}, "include is given beside recipes by pattern"),
         ({"recipe": "delayed", "include": []}, "include is empty; name at least one pattern"),
         ({"recipe": "delayed", "include": [3]}, "include holds 3; accepted: patterns, as texts"),
+        ({"recipe": "delayed", "include": 3}, "include is 3; accepted: a pattern, or a list"),
+        ({"recipe": "delayed", "exclude": None}, "exclude is None; accepted: a pattern, or a list"),
+        ({"recipe": {3: "mx"}}, "recipe holds 3; accepted: patterns, as texts"),
         ({"recipe": 3}, "recipe is 3; accepted: a Recipe, a name, or these by pattern"),
         ({"recipe": "fast"}, "unknown policy 'fast'; accepted: bf16"),
         (
@@ -248,6 +251,44 @@ def test_a_frozen_model_has_the_bits_of_training(preset: str, products: str) -> 
     other.load_state_dict(torch.load(file))
     assert_bits_equal(other(TOKENS), expected)
     assert not [p for name, p in frozen.named_parameters() if "up" in name]
+
+
+@pytest.mark.parametrize("products", ["codes", "decoded"])
+@pytest.mark.parametrize("preset", ["delayed", "static:weight.scale=3", "blockwise", "mx", "bf16"])
+def test_scales_and_codes_keep_their_bits_where_a_model_changes_its_type(
+    preset: str, products: str
+) -> None:
+    """`model.to(dtype)` would round scales and turn codes into numbers."""
+    models = []
+    for moved_first in (True, False):
+        model = network() if moved_first else network(recipe=preset, products=products)
+        model = model.to(torch.bfloat16)
+        if moved_first:
+            fp8lab.convert(model, preset, products=products)
+        for factor in (1, 2):
+            model(TOKENS * factor).square().mean().backward()
+            advance_scaling(model)
+        models.append(model)
+    one, other = models
+    for (name, value), found in zip(
+        one.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        assert found.dtype == (torch.float32 if ".casts." in name else torch.bfloat16)
+        assert_bits_equal(found, value)
+    frozen = fp8lab.freeze(other)
+    expected = frozen(TOKENS)
+    before = {n: value for n, value in frozen.state_dict().items() if ".weight_" in n}
+    again = frozen.float().bfloat16()
+    for name, value in before.items():
+        assert again.state_dict()[name].dtype == value.dtype
+        assert_bits_equal(again.state_dict()[name], value)
+    assert_bits_equal(again(TOKENS), expected)
+
+
+def test_a_frozen_layer_refuses_what_a_layer_refuses() -> None:
+    frozen = fp8lab.freeze(fp8lab.convert(nn.Linear(16, 16), "tensorwise"))
+    with pytest.raises(TypeError, match=r"x has dtype torch.float64; accepted: float32, bfloat16"):
+        frozen(torch.ones(2, 16, dtype=torch.float64))
 
 
 def test_scales_of_a_frozen_model_do_not_move() -> None:

@@ -74,6 +74,8 @@ def test_bad_gradients_are_refused(device: str) -> None:
         gradient_norm([good], inverse_scale=0.0)
     with pytest.raises(ValueError, match=r"max_norm is -1.0; accepted: finite, at least 0"):
         gradient_norm([good], max_norm=-1.0)
+    with pytest.raises(TypeError, match=r"max_norm is '1'; accepted: a number or a float32"):
+        gradient_norm([good], max_norm="1")  # type: ignore[arg-type]
 
 
 def test_compiled_with_wide_accesses_and_without_fusion() -> None:

@@ -374,6 +374,34 @@ def test_a_copy_and_a_pickle_are_layers_of_their_own() -> None:
         assert not torch.equal(other(x), layer(x))
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
+def test_the_scales_of_a_copied_model_move_on(way: str) -> None:
+    """A copy's buffers share memory with its flat state, but would count changes apart from it."""
+    model = nn.Sequential(*(layer_of(seed=seed) for seed in range(2)))
+
+    def step(module: nn.Module, seed: int) -> None:
+        x, dy = batch(seed, 2.0**seed)
+        module.zero_grad()
+        module(x).backward(dy)
+        advance_scaling(module)
+
+    step(model, 0)
+    step(model, 1)
+    if way == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    for seed in (2, 3, 4):
+        for module in (model, other):
+            step(module, seed)
+        assert bits(other) == bits(model)
+        for one, same in zip(model.parameters(), other.parameters(), strict=True):
+            assert_bits_equal(same.grad, one.grad)
+
+
 # Reported faults: source, input, right answer.
 
 

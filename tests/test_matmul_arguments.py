@@ -17,6 +17,7 @@ from fp8lab.emulation.matmul import (
     TENSOR_CORES,
     lowering,
     matmul,
+    matmul_at,
 )
 from fp8lab.formats import E4M3, Float8Format
 
@@ -74,6 +75,22 @@ def test_bad_input_is_refused_with_what_is_accepted() -> None:
             matmul(left, right, **options)
     with pytest.raises(ValueError, match="order must hold"):
         replace(HOPPER_FP8, order=(0, 2))
+
+
+def test_rows_and_columns_that_are_not_there_are_refused() -> None:
+    a, b = np.zeros((3, 32), E4M3.dtype), np.zeros((32, 2), E4M3.dtype)
+    assert matmul_at(a, b, [], [1]).shape == (0, 1)
+    for rows, columns, message in (
+        ([-1], [0], "rows goes from -1 to -1; accepted: from 0 to 2"),
+        ([0], [0, 2], "columns goes from 0 to 2; accepted: from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            matmul_at(a, b, rows, columns)
+    for rows in ([0.5], [True], 1):  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=r"rows is .*; accepted: a list of integers"):
+            matmul_at(a, b, rows, [0])
+    with pytest.raises(TypeError, match="core is 'hopper_fp8'; accepted: a TensorCore"):
+        matmul(a, b, core="hopper_fp8")  # type: ignore[arg-type]
 
 
 def test_lowering() -> None:

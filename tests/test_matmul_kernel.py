@@ -217,6 +217,11 @@ def test_bad_input_is_refused_before_any_launch(device: str) -> None:
         (ValueError, "a has strides", partial(matmul, a[:1].expand(9, -1), b)),
         (ValueError, "b is on meta", partial(matmul, a, elsewhere)),
         (ValueError, "promote_every is 48", partial(matmul, a, b, promote_every=48)),
+        (
+            ValueError,
+            "promote_every is 32.0",
+            partial(matmul, a, b, promote_every=32.0),  # type: ignore[arg-type]
+        ),
         (ValueError, "promote_every is 256", partial(matmul, a, b, promote_every=256)),
         (TypeError, "out_dtype is torch.float16", partial(matmul, a, b, out_dtype=torch.half)),
         (ValueError, "out has shape", partial(matmul, a, b, out=ones(48, 64))),

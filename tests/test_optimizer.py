@@ -210,14 +210,19 @@ def test_unscaled_and_clipped_in_the_step() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, r"lr is -1.0; accepted: finite, at least 0"),
+        ({"lr": -1.0}, r"lr is -1.0; accepted: a number, finite, at least 0"),
+        ({"lr": torch.tensor(0.1)}, r"lr is 0.1.*; accepted: a number"),
+        ({"lr": "0.1"}, r"lr is 0.1; accepted: a number"),
         ({"eps": float("nan")}, "eps is nan; accepted"),
         ({"weight_decay": float("inf")}, "weight_decay is inf; accepted"),
-        ({"betas": (1.0, 0.9)}, r"beta1 is 1.0; accepted: at least 0 and below 1"),
+        ({"betas": (1.0, 0.9)}, r"beta1 is 1.0; accepted: a number, at least 0 and below 1"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\); accepted: two numbers"),
+        ({"betas": 0.9}, r"betas is 0.9; accepted: two numbers"),
         ({"order": "adam"}, "unknown order 'adam'; accepted: plain"),
         ({"exp_avg": "fp8"}, "unknown moment format 'fp8'; accepted: float32"),
         ({"master": "half"}, "unknown master 'half'; accepted: float32"),
-        ({"seed": -1}, "seed is -1; accepted: 0 to"),
+        ({"seed": -1}, "seed is -1; accepted: an integer, 0 to"),
+        ({"seed": 1.5}, r"seed is 1.5; accepted: an integer, 0 to"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
@@ -245,6 +250,91 @@ def test_bad_parameters_and_gradients_leave_the_state_alone() -> None:
         optimizer.step()
     assert bits(optimizer, params) == before
     assert optimizer.state[params[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize(
+    ("grad", "given", "error", "message"),
+    [
+        (torch.ones(7).to_sparse(), {}, TypeError, "a gradient has layout torch.sparse_coo"),
+        (torch.ones(7).double(), {}, TypeError, "a gradient has dtype torch.float64; accepted"),
+        (None, {"factor": 1.0}, TypeError, r"factor is 1.0; accepted: a tensor of one element"),
+        (None, {"factor": torch.ones(2)}, TypeError, r"factor is .* shape \(2,\); accepted: one"),
+        (None, {"factor": torch.ones(1).double()}, TypeError, r"factor is torch.float64 .*float32"),
+        (None, {"skip": torch.zeros(1)}, (TypeError, ValueError), "skip"),
+        (None, {"skip": False}, (TypeError, ValueError), "skip"),
+    ],
+)
+def test_a_refused_step_makes_no_state_and_counts_nothing(
+    capturable: bool,
+    taken: int,
+    grad: Tensor | None,
+    given: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    params = parameters()
+    optimizer = AdamW(params, capturable=capturable)
+    give_gradients(params, 0)
+    for _ in range(taken):
+        optimizer.step()
+    if grad is not None:
+        params[1].grad_dtype = None
+        params[1].grad = grad
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    with pytest.raises(error, match=message):
+        optimizer.step(**given)
+    after = optimizer.state_dict()["state"]
+    assert len(after) == (3 if taken else 0)
+    torch.testing.assert_close((params, after), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("master", MASTER_FORMATS)
+@pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
+def test_a_copy_goes_on_bit_for_bit(capturable: bool, master: str, way: str) -> None:
+    params = parameters(master)
+    formats: dict[str, Any] = {**EIGHT_BIT, "master": master}
+    optimizer = AdamW(params, seed=3, capturable=capturable, **formats)
+    give_gradients(params, 0)
+    optimizer.step()
+    if way == "deepcopy":
+        others, other = copy.deepcopy((params, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save((params, optimizer), file)
+        file.seek(0)
+        others, other = torch.load(file, weights_only=False)
+    for own, chosen in ((params, optimizer), (others, other)):
+        give_gradients(own, 1)
+        chosen.step()
+        assert chosen.state_dict()["state"][0]["step"] == 2
+    assert bits(other, others) == bits(optimizer, params)
+
+
+def test_a_saved_step_that_cannot_be_is_refused() -> None:
+    params = parameters()
+    optimizer = AdamW(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["step"] = -1
+    before = bits(optimizer, params)
+    with pytest.raises(ValueError, match="the saved step is -1; accepted: an integer, 0 and up"):
+        optimizer.load_state_dict(saved)
+    assert bits(optimizer, params) == before
+
+
+def test_numbers_of_numpy_count_as_the_floats_they_are() -> None:
+    one, other = parameters(), parameters()
+    lr: Any = np.float32(0.1)
+    decay: Any = np.float32(0.3)
+    for params, numbers in ((one, (lr, decay)), (other, (float(lr), float(decay)))):
+        give_gradients(params, 1)
+        AdamW(params, lr=numbers[0], weight_decay=numbers[1]).step()
+    for param, same in zip(one, other, strict=True):
+        assert_bits_equal(param, same)
 
 
 @pytest.mark.gpu

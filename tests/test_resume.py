@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fp8lab import resume_check
+from fp8lab import resume, resume_check
 from fp8lab.checkpoint import CheckpointError, load, read_manifest, save
 from fp8lab.checkpoint_store import checkpoints_in
 from fp8lab.cli import main
@@ -226,6 +227,15 @@ def damage(run: Path) -> None:
     (run / "checkpoints" / "step-000005" / "optimizer.safetensors").write_bytes(b"")
 
 
+def rename(run: Path) -> None:
+    (run / "checkpoints" / "step-000003").rename(run / "checkpoints" / "step-000007")
+
+
+def change_a_row(run: Path) -> None:
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([rows[1], *rows[1:]]))
+
+
 def use_other_text(run: Path) -> None:
     (run / "other").write_text("another text" * 50)
     change_config(
@@ -241,7 +251,9 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda run: (run / "result.json").write_text("{}"), "is finished"),
     (lambda run: shutil.rmtree(run / "checkpoints"), "has no checkpoint to go on from"),
     (damage, r"optimizer.safetensors is damaged.*\(remove step-000005 to go on from step-000003\)"),
+    (rename, r"step-000007 was renamed or copied over: what is inside is step-000003 \(remove"),
     (cut_rows, "has no rows up to step 5"),
+    (change_a_row, "has no rows up to step 5, one a step; it was changed"),
     (lambda run: (run / "metrics.jsonl").unlink(), "cannot read rows"),
     (lambda run: change_config(run, seed=1), "saved with training.seed 0, but this run has 1"),
     (lambda run: change_config(run, batch=0), "batch is 0"),
@@ -291,6 +303,22 @@ def test_only_one_process_works_on_a_run(stopped: Path) -> None:
         with pytest.raises(UserError, match="another process works on the run"):
             go_on(stopped)
     go_on(stopped)
+
+
+def test_a_run_that_began_meanwhile_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes found the folder empty; the other one has begun, and even ended, first."""
+    run = tmp_path / "run"
+
+    def other_was_here(folder: Path) -> AbstractContextManager[None]:
+        (folder / "config.json").write_text("another's")
+        return nullcontext()
+
+    monkeypatch.setattr(resume, "_locked", other_was_here)
+    with pytest.raises(UserError, match="exists and is not empty; choose another --out"):
+        do(run, CONFIG, CheckpointPlan())
+    assert (run / "config.json").read_text() == "another's"
 
 
 @pytest.mark.parametrize("stop", [3, 5, 11])
@@ -414,6 +442,9 @@ def test_a_configuration_comes_back_from_its_record() -> None:
         (["--resume", "nowhere"], "nowhere holds no run"),
         (["--resume", "nowhere", "--seed", "3"], "leave out --seed"),
         (["--resume", "nowhere", "--loss-scale", "dynamic"], "leave out --loss-scale"),
+        (["--resume", "nowhere", "--steps", "160"], "leave out --steps"),  # the default
+        (["--resume", "nowhere", "--recipe=delayed"], "leave out --recipe"),
+        (["--resume", "nowhere", "--out", "runs/train"], "leave out --out"),
         (["--checkpoint-every", "0"], "every is 0; accepted: 1 and up"),
         (["--stop-after", "200"], "stop_after is 200; accepted: 1 to 160"),
     ],

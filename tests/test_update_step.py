@@ -229,6 +229,15 @@ def test_bad_settings_and_a_step_without_gradients() -> None:
             LossScaler(**options)
     model = network()
     optimizer = AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros(param.shape).to_sparse()
+    with pytest.raises(TypeError, match=r"a gradient has layout torch.sparse_coo; accepted: den"):
+        UpdateStep(model, optimizer)()
+    optimizer.zero_grad()
+    with pytest.raises(UserError, match="loss scaler: scale is 'dynamic'; accepted: a number"):
+        LossScaler("dynamic")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="clip_norm is 1; accepted: finite, at least 0"):
+        UpdateStep(model, optimizer, clip_norm="1")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"clip_norm is -1.0; accepted: finite, at least 0"):
         UpdateStep(model, optimizer, clip_norm=-1.0)
     with pytest.raises(UserError, match="no parameter has a gradient; call `backward`"):
