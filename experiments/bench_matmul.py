@@ -28,7 +28,8 @@ from fp8lab.bridge import to_numpy
 from fp8lab.emulation.matmul import matmul_at
 from fp8lab.errors import UserError
 from fp8lab.experiments.card_timing import Launch, Telemetry, codes, ratios, side_by_side
-from fp8lab.experiments.matmul_table import fill, section
+from fp8lab.experiments.documents import fill
+from fp8lab.experiments.matmul_table import SECTION, section
 from fp8lab.experiments.plot_matmul import draw
 from fp8lab.kernels.matmul import matmul
 from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
@@ -258,7 +259,7 @@ def main() -> int:
         if chosen.document is not None:
             of_layers = folder / "bench-linear-products.jsonl"
             rows += read_rows(of_layers) if of_layers.exists() else []
-            fill(chosen.document, section(rows))
+            fill(chosen.document, SECTION, section(rows))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 
-from fp8lab.errors import UserError
-from fp8lab.records import Row, write_atomically
+from fp8lab.records import Row
 
-BEGIN, END = "<!-- products: begin -->", "<!-- products: end -->"
+SECTION = "products"
 # The least geometric mean of ratios to cuBLASLt while hot, and the one aimed at.
 GOALS = {
     "native": (1.00, 1.05),
@@ -93,16 +91,3 @@ def _of_layers(rows: list[Row]) -> Iterable[str]:
             f"| {scaling} | {product} | {rate:.0f} | {statistics.geometric_mean(ratios):.3f} |"
             f" {min(ratios):.3f} | {sum(row['different'] for row in mine)} |"
         )
-
-
-def fill(document: Path, text: str) -> None:
-    """Put the text between the markers of a document.
-
-    Raises:
-        UserError: A marker is missing.
-    """
-    before, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"{document} lacks the markers {BEGIN} and {END}")
-    write_atomically(document, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")

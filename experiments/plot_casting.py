@@ -19,12 +19,13 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.documents import fill
 from fp8lab.records import Row, read_rows, to_json, write_atomically
 
 OURS = "fp8lab"
 COLOURS = {OURS: "#0072B2", "torch": "#D55E00", "torch.compile": "#009E73"}
 MARKERS = {OURS: "o", "torch": "s", "torch.compile": "^"}
-BEGIN, END = "<!-- casts: begin -->", "<!-- casts: end -->"
+SECTION = "casts"
 
 
 @dataclass(frozen=True)
@@ -149,20 +150,6 @@ def _small(rows: list[Row]) -> list[str]:
     return lines
 
 
-def fill(document: Path, text: str) -> None:
-    """Put the text between the markers of a document, which must have both.
-
-    Raises:
-        UserError: A marker is missing.
-    """
-    whole = document.read_text(encoding="utf-8")
-    before, begin, rest = whole.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"{document} lacks the markers {BEGIN} and {END}")
-    write_atomically(document, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
-
-
 def draw(rows: list[Row], figure: Path) -> None:
     """The roofline: elements a second against the bytes that an element needs, under the copy."""
     picture, axes = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
@@ -241,7 +228,7 @@ def main() -> None:
     if arguments.figure is not None:
         draw(rows, arguments.figure)
     if arguments.document is not None:
-        fill(arguments.document, section(rows))
+        fill(arguments.document, SECTION, section(rows))
 
 
 if __name__ == "__main__":

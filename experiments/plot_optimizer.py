@@ -17,10 +17,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
-from fp8lab.records import Row, read_rows, write_atomically
+from fp8lab.experiments.documents import fill
+from fp8lab.records import Row, read_rows
 
 PREDICTED, MEASURED, PEER = "#E69F00", "#0072B2", "#999999"
-BEGIN, END = "<!-- optimizer: begin -->", "<!-- optimizer: end -->"
+SECTION = "optimizer"
 ONE, SMALL, LARGE = (
     "one tensor of 2^28",
     "1.3B (24 layers of 2048)",
@@ -51,21 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.figure is not None:
         draw(rows, options.figure)
     if options.document is not None:
-        fill(options.document, section(rows))
-
-
-def fill(document: Path, text: str) -> None:
-    """Put the text between the markers of a document, which must have both.
-
-    Raises:
-        UserError: A marker is missing.
-    """
-    whole = document.read_text(encoding="utf-8")
-    before, begin, rest = whole.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"{document} lacks the markers {BEGIN} and {END}")
-    write_atomically(document, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+        fill(options.document, SECTION, section(rows))
 
 
 def section(rows: list[Row]) -> str:

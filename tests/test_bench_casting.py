@@ -9,7 +9,8 @@ import pytest
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_casting import table
-from fp8lab.experiments.plot_casting import BEGIN, END, draw, fill, section
+from fp8lab.experiments.documents import fill, markers
+from fp8lab.experiments.plot_casting import SECTION, draw, section
 
 
 def row(case: str, kind: str, share: float | None, microseconds: float, **more: Any) -> Any:
@@ -59,13 +60,14 @@ def test_goals_are_compared_as_they_are_stated() -> None:
 
 def test_a_document_is_filled_again_and_again(tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
-    document.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
-    fill(document, "one")
-    fill(document, "two")
-    assert document.read_text() == f"before\n{BEGIN}\n\ntwo\n\n{END}\nafter\n"
+    begin, end = markers(SECTION)
+    document.write_text(f"before\n{begin}\n{end}\nafter\n")
+    fill(document, SECTION, "one")
+    fill(document, SECTION, "two")
+    assert document.read_text() == f"before\n{begin}\n\ntwo\n\n{end}\nafter\n"
     document.write_text("nothing")
     with pytest.raises(UserError, match="lacks the markers"):
-        fill(document, "three")
+        fill(document, SECTION, "three")
 
 
 def test_the_same_rows_give_the_same_plot(tmp_path: Path) -> None:

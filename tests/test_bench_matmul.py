@@ -11,7 +11,8 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments import bench_linear_products, bench_matmul, bench_matmul_emulation
 from fp8lab.experiments.card_timing import ratios
-from fp8lab.experiments.matmul_table import fill, section
+from fp8lab.experiments.documents import fill
+from fp8lab.experiments.matmul_table import SECTION, section
 from fp8lab.experiments.plot_matmul import draw
 from fp8lab.records import Row, read_rows
 
@@ -64,7 +65,7 @@ def test_the_document_says_what_is_met(tmp_path: Path) -> None:
         "ratio": 1.25,
         "different": 0,
     }
-    fill(document, section([*made_up_rows(), linear]))
+    fill(document, SECTION, section([*made_up_rows(), linear]))
     text = document.read_text()
     assert text.startswith("x\n<!-- products: begin -->\n\nMeasured on 2026-11-29 on one a card")
     assert text.endswith("<!-- products: end -->\ny\n")
@@ -75,7 +76,7 @@ def test_the_document_says_what_is_met(tmp_path: Path) -> None:
     assert "| blocks | forward | 900 | 1.250 | 1.250 | 0 |" in text
     document.write_text("nothing")
     with pytest.raises(UserError, match="lacks the markers"):
-        fill(document, "text")
+        fill(document, SECTION, "text")
 
 
 def test_ratios_are_taken_round_by_round() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_optimizer import groups, main
+from fp8lab.experiments.documents import fill, markers
 from fp8lab.experiments.optimizer_cases import EIGHT_BIT, FLOAT32, STATE_CASES, sharded
-from fp8lab.experiments.plot_optimizer import BEGIN, END, GOALS, draw, fill, section
+from fp8lab.experiments.plot_optimizer import GOALS, SECTION, draw, section
 
 HEAD: dict[str, Any] = {
     "environment": {"device": "a card", "packages": {"torch": "2.11.0", "triton": "3.6.0"}},
@@ -69,9 +70,10 @@ def test_the_account_predicts_from_bytes_and_the_copy() -> None:
 
 def test_a_document_is_filled_again_and_again(tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
-    document.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n", encoding="utf-8")
+    begin, end = markers(SECTION)
+    document.write_text(f"before\n{begin}\nstale\n{end}\nafter\n", encoding="utf-8")
     for _ in range(2):
-        fill(document, section(ROWS))
+        fill(document, SECTION, section(ROWS))
     whole = document.read_text(encoding="utf-8")
     assert whole.startswith("before\n")
     assert whole.endswith("after\n")
@@ -79,7 +81,7 @@ def test_a_document_is_filled_again_and_again(tmp_path: Path) -> None:
     assert "stale" not in whole
     document.write_text("no markers", encoding="utf-8")
     with pytest.raises(UserError, match="lacks the markers"):
-        fill(document, "text")
+        fill(document, SECTION, "text")
 
 
 def test_it_is_drawn_from_rows_alone(tmp_path: Path) -> None:
