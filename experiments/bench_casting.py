@@ -28,7 +28,7 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_cases import Case, large_cases, peer_cases, small_cases, tuning_cases
 from fp8lab.experiments.kernel_variants import in_processes
-from fp8lab.records import environment, to_json
+from fp8lab.records import Row, environment, to_json
 
 ELEMENTS = 1 << 28
 FEW = 1 << 23  # enough for whole tiles
@@ -209,6 +209,19 @@ def _spread(values: list[float]) -> dict[str, float]:
     }
 
 
+def save(folder: Path, rows: list[Row], *, bench: str, command: str) -> None:
+    """Write `rows.jsonl`: each row with what was run, when, and on what."""
+    common = {
+        "bench": bench,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        **environment("cuda"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(to_json({**row, **common}) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -232,16 +245,9 @@ def main() -> None:
         rows = tune(arguments.elements, arguments.only)
     else:
         rows = bench(arguments.elements, compiled_peers=not arguments.no_compiled_peers)
-    common = {
-        "bench": "casting",
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python -m fp8lab.experiments.bench_casting", *sys.argv[1:]]),
-        **environment("cuda"),
-    }
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        text = "".join(to_json({**row, **common}) + "\n" for row in rows)
-        (arguments.out / "rows.jsonl").write_text(text, encoding="utf-8")
+        command = " ".join(["python -m fp8lab.experiments.bench_casting", *sys.argv[1:]])
+        save(arguments.out, rows, bench="casting", command=command)
     print(table(rows))
 
 

@@ -11,7 +11,6 @@ transposed codes lie side by side, and every program writes one run of memory.
 from __future__ import annotations
 
 import argparse
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import triton.language as tl
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_cases import Case
-from fp8lab.experiments.bench_casting import ELEMENTS, measure, table
+from fp8lab.experiments.bench_casting import ELEMENTS, measure, save, table
 from fp8lab.formats import E4M3
 from fp8lab.kernels.casting import quantize_with_transpose
 from fp8lab.kernels.casting_arithmetic import (
@@ -34,7 +33,6 @@ from fp8lab.kernels.casting_arithmetic import (
 )
 from fp8lab.kernels.casting_rules import cast_rule
 from fp8lab.kernels.launch import launch
-from fp8lab.records import environment, to_json
 
 BLOCK = 8192
 ROWS = (8, 10, 12, 13, 14, 15, 16, 18, 20)  # powers of two
@@ -97,16 +95,9 @@ def main() -> None:
     tried = cases(ELEMENTS)
     measured = measure(tried, tried[0])
     rows = [result.row(case) for case, result in zip(tried, measured, strict=True)]
-    common = {
-        "bench": "transpose",
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": "python -m fp8lab.experiments.probe_transpose",
-        **environment("cuda"),
-    }
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        text = "".join(to_json({**row, **common}) + "\n" for row in rows)
-        (arguments.out / "rows.jsonl").write_text(text, encoding="utf-8")
+        command = "python -m fp8lab.experiments.probe_transpose"
+        save(arguments.out, rows, bench="transpose", command=command)
     print(table(rows))
 
 
