@@ -27,6 +27,17 @@ settings.register_profile("dev", deadline=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def _share_cards() -> None:
+    """Give each of xdist's workers one of several GPUs, in turn; before CUDA starts."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    count = torch.cuda.device_count()
+    if count > 1 and worker.startswith("gw") and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker[2:]) % count)
+
+
+_share_cards()
+
+
 def _choose_device() -> str:
     """Where the kernels run: "cuda", or "cpu" for the Triton interpreter.
 
