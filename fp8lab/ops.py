@@ -86,7 +86,7 @@ def current_scale(
     if preset == "torchao":
         scale = _torchao_scale(amax, fmt, power_of_two)
         scale = torch.where(scale.isfinite() & (scale > 0), scale, 1.0)
-        return scale, 1.0 / scale
+        return scale, scale.reciprocal()
     if amax.is_cuda:
         from fp8lab.kernels.scaling import scale_from_amax as kernel
 
@@ -96,7 +96,7 @@ def current_scale(
         )
         return found, inverse
     scale = scale_from_amax(amax, fmt, margin=margin, power_of_two=power_of_two)
-    return scale, 1.0 / scale
+    return scale, scale.reciprocal()
 
 
 def _torchao_scale(amax: Tensor, fmt: Float8Format, power_of_two: bool) -> Tensor:
@@ -146,7 +146,7 @@ def quantize_blocks(
     largest = padded.view(down, rows, across, columns).amax(dim=(1, 3)).float()
     scale = scale_from_amax(largest, fmt, power_of_two=power_of_two)
     # A product of two float32 is rounded to nearest even here as in the oracle.
-    return quantize(x * expand_blocks(scale, block, x.shape), fmt), 1.0 / scale
+    return quantize(x * expand_blocks(scale, block, x.shape), fmt), scale.reciprocal()
 
 
 def _in_a_tile(block: tuple[int, int]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from numbers import Real
 
 import torch
-import triton
 
 from fp8lab.formats import Float8Format, OverflowPolicy
 from fp8lab.kernels.casting_device import dequantize_kernel, quantize_kernel, requantize_kernel
@@ -27,6 +26,7 @@ from fp8lab.kernels.launch import (
     CastSettings,
     DecodeSettings,
     TileSettings,
+    cdiv,
     interpreted,
     launch,
     to_float32,
@@ -109,7 +109,7 @@ def quantize(
     codes = torch.empty_like(x, dtype=torch.uint8)
     launch(
         quantize_kernel,
-        (triton.cdiv(x.numel(), settings.block),),
+        (cdiv(x.numel(), settings.block),),
         x,
         codes,
         x.numel(),
@@ -214,7 +214,7 @@ def dequantize(
     values = torch.empty_like(codes, dtype=torch.float32)
     launch(
         dequantize_kernel,
-        (triton.cdiv(codes.numel(), settings.block),),
+        (cdiv(codes.numel(), settings.block),),
         codes.view(torch.uint8),
         values,
         codes.numel(),
@@ -271,7 +271,7 @@ def requantize(
     result = torch.empty_like(codes, dtype=torch.uint8)
     launch(
         requantize_kernel,
-        (triton.cdiv(codes.numel(), settings.block),),
+        (cdiv(codes.numel(), settings.block),),
         codes.view(torch.uint8),
         result,
         codes.numel(),
@@ -315,7 +315,7 @@ def checked_seed(
         if not -(1 << 63) <= number < 1 << 64:
             raise ValueError(f"seed is {seed}; accepted: -2**63 to 2**64 - 1")
         seed = number
-    groups = triton.cdiv(x.numel(), 4)
+    groups = cdiv(x.numel(), 4)
     first = as_integer(offset)
     if first is None or not 0 <= first <= (1 << 63) - 1 - groups:
         raise ValueError(f"offset is {offset!r}; accepted: an integer from 0 to 2**63 - {groups}")

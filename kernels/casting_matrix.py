@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 from fp8lab.kernels.casting_pairs import launch_pairs, pairs_for
 from fp8lab.kernels.casting_rules import CastRule
 from fp8lab.kernels.casting_tiles import quantize_tiles_kernel
 from fp8lab.kernels.checks import check_tensor
-from fp8lab.kernels.launch import TileSettings, launch
+from fp8lab.kernels.launch import TileSettings, cdiv, launch
 from fp8lab.kernels.scaling_rules import ScaleRule
 
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,8 +50,9 @@ def empty_transposed(x: torch.Tensor) -> torch.Tensor:
     size. It is contiguous where the rows of x are a multiple of 16.
     """
     rows, columns = x.shape
-    pitch = triton.cdiv(rows, PITCH) * PITCH
-    return torch.empty((columns, pitch), dtype=torch.uint8, device=x.device)[:, :rows]
+    pitch = -(-rows // PITCH) * PITCH
+    whole = torch.empty((columns, pitch), dtype=torch.uint8, device=x.device)
+    return whole if pitch == rows else whole[:, :rows]
 
 
 def quantize_tiles(
@@ -104,7 +104,7 @@ def quantize_tiles(
     across_t, down_t = (0, 0) if kept_t is None else kept_t.stride()
     launch(
         quantize_tiles_kernel,
-        (triton.cdiv(height, settings.rows) * triton.cdiv(width, settings.columns),),
+        (cdiv(height, settings.rows) * cdiv(width, settings.columns),),
         x,
         codes,
         codes_t,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -59,11 +60,10 @@ def launch_pairs(
     settings: PairSettings,
 ) -> None:
     """Fill what `casting_matrix.quantize_tiles` fills; `pairs_for` gave the settings."""
-    device: Any = import_module("fp8lab.kernels.casting_pairs_device")
     height, width = x.shape
     one = scaling is None
     launch(
-        device.quantize_pairs_kernel,
+        _device().quantize_pairs_kernel,
         (height // settings.rows * (width // settings.columns),),
         x,
         codes,
@@ -86,6 +86,12 @@ def launch_pairs(
         COLUMNS=settings.columns,
         **settings.options,
     )
+
+
+@cache
+def _device() -> Any:
+    """The kernel's module: loaded on a card only, where it can run."""
+    return import_module("fp8lab.kernels.casting_pairs_device")
 
 
 def _by_powers(scaling: ScaleRule) -> bool:

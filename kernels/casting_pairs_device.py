@@ -113,20 +113,72 @@ def quantize_pairs_kernel(
     """A tile a program."""
     QUARTER: gl.constexpr = ROWS // 4
     HALF: gl.constexpr = COLUMNS // 2
-    WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = HALF // WORDS if HALF // WORDS < 8 else 8
-    WARPS_ACROSS: gl.constexpr = HALF // (WORDS * LANES)
-    TILE: gl.constexpr = gl.BlockedLayout(
-        [1, WORDS], [32 // LANES, LANES], [WARPS // WARPS_ACROSS, WARPS_ACROSS], [1, 0]
-    )
+    TILE: gl.constexpr = layout_of_pairs(HALF, gl.num_warps())
     tiles_across = width // COLUMNS
     top = (gl.program_id(0) // tiles_across).to(gl.int64) * ROWS
     left = (gl.program_id(0) % tiles_across).to(gl.int64) * COLUMNS
     words = x.to(gl.pointer_type(gl.int32), bitcast=True) + (top * stride + left) // 2
-    p0 = gl.load(_places(words, 0, stride // 2, QUARTER, HALF, TILE))
-    p1 = gl.load(_places(words, 1, stride // 2, QUARTER, HALF, TILE))
-    p2 = gl.load(_places(words, 2, stride // 2, QUARTER, HALF, TILE))
-    p3 = gl.load(_places(words, 3, stride // 2, QUARTER, HALF, TILE))
+    p0 = gl.load(places_of_pairs(words, 0, stride // 2, QUARTER, HALF, TILE))
+    p1 = gl.load(places_of_pairs(words, 1, stride // 2, QUARTER, HALF, TILE))
+    p2 = gl.load(places_of_pairs(words, 2, stride // 2, QUARTER, HALF, TILE))
+    p3 = gl.load(places_of_pairs(words, 3, stride // 2, QUARTER, HALF, TILE))
+    seen = cast_pairs(
+        p0, p1, p2, p3, codes, codes_t, kept, kept_t, top, left, width, stride_t, across, down_t,
+        scale, SCALING, BLOCK, FLOAT8, ROWS, COLUMNS,
+    )  # fmt: skip
+    if amax_out is not None:
+        # Last: threads that wait for each other here hold back no store.
+        raise_amax(amax_out, seen)
+
+
+@gluon.constexpr_function
+def layout_of_pairs(half, warps):
+    """Of the words of a tile's rows, `half` of them in each: 16 bytes of codes a thread."""
+    lanes = min(half // WORDS.value, 8)
+    warps_across = half // (WORDS.value * lanes)
+    return gl.BlockedLayout(
+        [1, WORDS.value], [32 // lanes, lanes], [warps // warps_across, warps_across], [1, 0]
+    )
+
+
+@gluon.jit
+def raise_amax(amax_out, seen):
+    """Merge the largest of pairs of magnitudes."""
+    largest = gl.reduce(gl.reduce(seen, 1, larger), 0, larger)
+    bits = gl.maximum(largest << 16, largest & -65536)
+    gl.atomic_max(amax_out.to(gl.pointer_type(gl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@gluon.jit
+def cast_pairs(
+    p0,  # the pairs of rows 0, 4, 8, ... of a tile, (ROWS / 4, COLUMNS / 2)
+    p1,
+    p2,
+    p3,
+    codes,  # this and what follows: as for `quantize_pairs_kernel`
+    codes_t,
+    kept,
+    kept_t,
+    top,  # the tile's place in the matrix
+    left,
+    width,  # of the matrix that the codes are of
+    stride_t,
+    across,
+    down_t,
+    scale,
+    SCALING: gl.constexpr,
+    BLOCK: gl.constexpr,
+    FLOAT8: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Store the codes of a tile, and what is kept of its blocks.
+
+    Returns:
+        The largest magnitudes at each place of the four blocks of rows, in pairs.
+    """
+    QUARTER: gl.constexpr = ROWS // 4
+    HALF: gl.constexpr = COLUMNS // 2
     low = larger(p0 & MAGNITUDES, p1 & MAGNITUDES)
     high = larger(p2 & MAGNITUDES, p3 & MAGNITUDES)
     seen = larger(low, high)
@@ -156,15 +208,11 @@ def quantize_pairs_kernel(
         c2 = _cast_by_pairs(p2, factors, FLOAT8)
         c3 = _cast_by_pairs(p3, factors, FLOAT8)
     _store_transposed(c0, c1, c2, c3, codes_t, top, left, stride_t, QUARTER, COLUMNS)
-    if amax_out is not None:
-        # Last: threads that wait for each other here hold back no store.
-        largest = gl.reduce(gl.reduce(seen, 1, larger), 0, larger)
-        bits = gl.maximum(largest << 16, largest & -65536)
-        gl.atomic_max(amax_out.to(gl.pointer_type(gl.int32), bitcast=True), bits, sem="relaxed")
+    return seen
 
 
 @gluon.jit
-def _places(
+def places_of_pairs(
     first,
     FIRST: gl.constexpr,
     pitch,
@@ -181,10 +229,10 @@ def _places(
 @gluon.jit
 def _store(out, c0, c1, c2, c3, pitch, QUARTER: gl.constexpr, HALF: gl.constexpr):
     LAYOUT: gl.constexpr = c0.type.layout
-    gl.store(_places(out, 0, pitch, QUARTER, HALF, LAYOUT), c0)
-    gl.store(_places(out, 1, pitch, QUARTER, HALF, LAYOUT), c1)
-    gl.store(_places(out, 2, pitch, QUARTER, HALF, LAYOUT), c2)
-    gl.store(_places(out, 3, pitch, QUARTER, HALF, LAYOUT), c3)
+    gl.store(places_of_pairs(out, 0, pitch, QUARTER, HALF, LAYOUT), c0)
+    gl.store(places_of_pairs(out, 1, pitch, QUARTER, HALF, LAYOUT), c1)
+    gl.store(places_of_pairs(out, 2, pitch, QUARTER, HALF, LAYOUT), c2)
+    gl.store(places_of_pairs(out, 3, pitch, QUARTER, HALF, LAYOUT), c3)
 
 
 @gluon.jit

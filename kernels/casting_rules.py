@@ -165,6 +165,8 @@ def check_format(fmt: Float8Format) -> None:
     Raises:
         TypeError: Not a `Float8Format`. ValueError: One that the kernels do not cast to.
     """
+    if any(fmt is known for known in FORMATS):
+        return
     accepted = ", ".join(known.name for known in FORMATS)
     if not isinstance(fmt, Float8Format):
         raise TypeError(f"fmt is {fmt!r}; accepted: {accepted} (from fp8lab.formats)")

@@ -22,7 +22,7 @@ from fp8lab.kernels.casting_arithmetic import (
     widened,
 )
 from fp8lab.kernels.launch import interpreted
-from fp8lab.kernels.scaling_arithmetic import block_factors, spread
+from fp8lab.kernels.scaling_tiles_device import block_scales, largest_of_four
 
 _INTERPRETED = tl.constexpr(interpreted())
 _TRANSPOSE_BYTES = tl.constexpr(
@@ -80,19 +80,79 @@ def quantize_tiles_kernel(
 ):
     """A tile a program."""
     QUARTER: tl.constexpr = ROWS // 4
-    top, left = _corner(height, width, ROWS, COLUMNS, BAND)
+    top, left = corner_of_tile(height, width, ROWS, COLUMNS, BAND)
     base = as_words(x) + top * stride + left
     rows_left = tl.minimum(height - top, ROWS).to(tl.int32)
     columns_left = tl.minimum(width - left, COLUMNS).to(tl.int32)
     element: tl.constexpr = x.dtype.element_ty
-    b0 = _load(base, 0, stride, rows_left, columns_left, element, RULE, QUARTER, COLUMNS, EVEN)
-    b1 = _load(base, 1, stride, rows_left, columns_left, element, RULE, QUARTER, COLUMNS, EVEN)
-    b2 = _load(base, 2, stride, rows_left, columns_left, element, RULE, QUARTER, COLUMNS, EVEN)
-    b3 = _load(base, 3, stride, rows_left, columns_left, element, RULE, QUARTER, COLUMNS, EVEN)
+    HARDWARE: tl.constexpr = RULE.hardware
+    b0 = load_block(
+        base, 0, stride, rows_left, columns_left, element, HARDWARE, QUARTER, COLUMNS, EVEN
+    )
+    b1 = load_block(
+        base, 1, stride, rows_left, columns_left, element, HARDWARE, QUARTER, COLUMNS, EVEN
+    )
+    b2 = load_block(
+        base, 2, stride, rows_left, columns_left, element, HARDWARE, QUARTER, COLUMNS, EVEN
+    )
+    b3 = load_block(
+        base, 3, stride, rows_left, columns_left, element, HARDWARE, QUARTER, COLUMNS, EVEN
+    )
     if amax_out is not None:
-        largest = tl.max(tl.max(_largest(b0, b1, b2, b3), axis=1), axis=0)
-        tl.atomic_max(as_words(amax_out), largest, sem="relaxed")
+        raise_amax(amax_out, largest_of_four(b0, b1, b2, b3))
+    cast_tile(
+        b0, b1, b2, b3, codes, codes_t, kept, kept_t, top, left, height, width,
+        rows_left, columns_left, stride_t, down, across, down_t, across_t,
+        scale, scale_t, seed, offset,
+        SCALES, SCALING, BLOCK_ROWS, BLOCK_COLUMNS, T_BLOCK_ROWS, T_BLOCK_COLUMNS,
+        RULE, QUARTER, COLUMNS, EVEN,
+    )  # fmt: skip
 
+
+@triton.jit
+def raise_amax(amax_out, magnitudes):
+    """Merge the largest of a tile's magnitudes, as int32 bits."""
+    largest = tl.max(tl.max(magnitudes, axis=1), axis=0)
+    tl.atomic_max(as_words(amax_out), largest, sem="relaxed")
+
+
+@triton.jit
+def cast_tile(
+    b0,  # the float32 bits of rows 0, 4, 8, ... of a tile, (QUARTER, COLUMNS)
+    b1,
+    b2,
+    b3,
+    codes,  # this and what follows: as for `quantize_tiles_kernel`
+    codes_t,
+    kept,
+    kept_t,
+    top,  # the tile's place in the matrix
+    left,
+    height,  # of the matrix that the codes are of
+    width,
+    rows_left,  # how much of the tile there is
+    columns_left,
+    stride_t,
+    down,
+    across,
+    down_t,
+    across_t,
+    scale,
+    scale_t,
+    seed,
+    offset,
+    SCALES: tl.constexpr,
+    SCALING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    T_BLOCK_ROWS: tl.constexpr,
+    T_BLOCK_COLUMNS: tl.constexpr,
+    RULE: tl.constexpr,
+    QUARTER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Store the codes of a tile, and what is kept of its blocks."""
     # One factor for each of the four blocks, and the same for the transposed codes.
     MX: tl.constexpr = SCALES == "blocks" and SCALING.is_mx
     ONE_WAY: tl.constexpr = (SCALES == "one" or SCALES == "columns") or (
@@ -118,12 +178,12 @@ def quantize_tiles_kernel(
             t1, t2, t3 = t0, t0, t0
     else:
         if codes is not None or ONE_WAY:
-            f0, f1, f2, f3 = _block_scales(
+            f0, f1, f2, f3 = block_scales(
                 b0, b1, b2, b3, kept, top, left, height, width, down, across,
                 SCALING, BLOCK_ROWS, BLOCK_COLUMNS, QUARTER, COLUMNS,
             )  # fmt: skip
         if codes_t is not None and not ONE_WAY:
-            t0, t1, t2, t3 = _block_scales(
+            t0, t1, t2, t3 = block_scales(
                 b0, b1, b2, b3, kept_t, top, left, height, width, down_t, across_t,
                 SCALING, T_BLOCK_ROWS, T_BLOCK_COLUMNS, QUARTER, COLUMNS,
             )  # fmt: skip
@@ -141,10 +201,10 @@ def quantize_tiles_kernel(
         c3 = _cast(b3, f3, r3, MX, RULE)
     if codes is not None:
         out = as_words(codes) + top * width + left
-        _store(out, c0, 0, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
-        _store(out, c1, 1, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
-        _store(out, c2, 2, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
-        _store(out, c3, 3, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
+        store_block(out, c0, 0, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
+        store_block(out, c1, 1, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
+        store_block(out, c2, 2, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
+        store_block(out, c3, 3, width, rows_left, columns_left, QUARTER, COLUMNS, EVEN)
     if codes_t is not None:
         if not ONE_WAY:
             c0 = _cast(b0, t0, r0, MX, RULE)
@@ -184,7 +244,7 @@ def _words_down(c0, c1, c2, c3):
 
 
 @triton.jit
-def _corner(height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+def corner_of_tile(height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
     """The first row and column of this program's tile, as int64."""
     tile = tl.program_id(0)
     tiles_across = tl.cdiv(width, COLUMNS).to(tl.int32)
@@ -202,14 +262,14 @@ def _corner(height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.c
 
 
 @triton.jit
-def _load(
+def load_block(
     base,
     FIRST: tl.constexpr,
     stride,
     rows_left,
     columns_left,
     element: tl.constexpr,
-    RULE: tl.constexpr,
+    HARDWARE: tl.constexpr,
     QUARTER: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -222,11 +282,11 @@ def _load(
         words = tl.load(places)
     else:
         words = tl.load(places, mask=(row < rows_left) & (column < columns_left), other=0)
-    return widened(words, element, RULE.hardware)
+    return widened(words, element, HARDWARE)
 
 
 @triton.jit
-def _store(
+def store_block(
     out,
     codes,
     FIRST: tl.constexpr,
@@ -284,119 +344,3 @@ def _row_factors(scale, top, FIRST: tl.constexpr, rows_left, QUARTER: tl.constex
 def _column_factors(scale, left, columns_left, COLUMNS: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     return tl.load(scale + left + column, mask=column < columns_left, other=1.0)[None, :]
-
-
-@triton.jit
-def _largest(b0, b1, b2, b3):
-    """The largest magnitude at each place of the four blocks."""
-    low = tl.maximum(b0 & MAGNITUDE, b1 & MAGNITUDE)
-    high = tl.maximum(b2 & MAGNITUDE, b3 & MAGNITUDE)
-    return tl.maximum(low, high)
-
-
-@triton.jit
-def _block_scales(
-    b0,
-    b1,
-    b2,
-    b3,
-    kept,
-    top,
-    left,
-    height,
-    width,
-    down,
-    across,
-    SCALING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    QUARTER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The factors of the four blocks, each made from its own amax; what is kept is stored."""
-    at_top = top // BLOCK_ROWS
-    at_left = left // BLOCK_COLUMNS
-    blocks_down = tl.cdiv(height, BLOCK_ROWS) - at_top
-    blocks_across = tl.cdiv(width, BLOCK_COLUMNS) - at_left
-    corner = kept + at_top * down + at_left * across
-    if BLOCK_ROWS == 1:
-        l0 = _largest_of(b0 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        l1 = _largest_of(b1 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        l2 = _largest_of(b2 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        l3 = _largest_of(b3 & MAGNITUDE, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        # Stored together: to store a column of values they change places between threads.
-        WIDE: tl.constexpr = COLUMNS // BLOCK_COLUMNS
-        every = tl.join(tl.join(l0, l2), tl.join(l1, l3))
-        every = tl.reshape(tl.permute(every, [0, 2, 3, 1]), [4 * QUARTER, WIDE])
-        _keep(every, corner, blocks_down, blocks_across, down, across, SCALING, 4 * QUARTER, WIDE)
-        f0 = _spread_factors(l0, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        f1 = _spread_factors(l1, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        f2 = _spread_factors(l2, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        f3 = _spread_factors(l3, SCALING, 1, BLOCK_COLUMNS, QUARTER, COLUMNS)
-    else:
-        HEIGHT: tl.constexpr = BLOCK_ROWS // 4
-        HIGH: tl.constexpr = QUARTER // HEIGHT
-        SHOWN: tl.constexpr = COLUMNS // BLOCK_COLUMNS
-        largest = _largest(b0, b1, b2, b3)
-        largest = _largest_of(largest, HEIGHT, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        _keep(largest, corner, blocks_down, blocks_across, down, across, SCALING, HIGH, SHOWN)
-        f0 = _spread_factors(largest, SCALING, HEIGHT, BLOCK_COLUMNS, QUARTER, COLUMNS)
-        f1, f2, f3 = f0, f0, f0
-    return f0, f1, f2, f3
-
-
-@triton.jit
-def _largest_of(
-    magnitudes,  # (QUARTER, COLUMNS)
-    HEIGHT: tl.constexpr,  # of a block, in rows of these
-    WIDTH: tl.constexpr,
-    QUARTER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The largest of each block: (QUARTER // HEIGHT, COLUMNS // WIDTH)."""
-    HIGH: tl.constexpr = QUARTER // HEIGHT
-    WIDE: tl.constexpr = COLUMNS // WIDTH
-    largest = magnitudes
-    if WIDE == 1:
-        largest = tl.max(largest, axis=1, keep_dims=True)
-    elif WIDTH > 1:
-        largest = tl.max(tl.reshape(largest, [QUARTER, WIDE, WIDTH]), axis=2)
-    if HIGH == 1:
-        largest = tl.max(largest, axis=0, keep_dims=True)
-    elif HEIGHT > 1:
-        largest = tl.max(tl.reshape(largest, [HIGH, HEIGHT, WIDE]), axis=1)
-    return largest
-
-
-@triton.jit
-def _keep(
-    largest,  # (HIGH, WIDE)
-    corner,
-    blocks_down,
-    blocks_across,
-    down,
-    across,
-    SCALING: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Store what is kept of blocks with these amaxes."""
-    _, kept = block_factors(largest, SCALING)
-    row = tl.arange(0, HIGH)[:, None]
-    column = tl.arange(0, WIDE)[None, :]
-    places = as_words(corner) + row.to(tl.int64) * down + column.to(tl.int64) * across
-    tl.store(places, kept, mask=(row < blocks_down) & (column < blocks_across))
-
-
-@triton.jit
-def _spread_factors(
-    largest,
-    SCALING: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    QUARTER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """One factor a block, in a shape that broadcasts to (QUARTER, COLUMNS)."""
-    factor, _ = block_factors(largest, SCALING)
-    return spread(factor, QUARTER // HEIGHT, HEIGHT, COLUMNS // WIDTH, WIDTH)

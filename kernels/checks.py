@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from fp8lab.kernels.launch import interpreted
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype], *, contiguous: bool = True
+    name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], *, contiguous: bool = True
 ) -> None:
     """Refuse what no kernel here can read.
 
@@ -26,13 +26,12 @@ def check_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch tensor")
-    accepted = tuple(dtypes)
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; accepted: dense tensors")
-    if tensor.dtype not in accepted:
-        names = ", ".join(str(dtype) for dtype in accepted)
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {names}")
-    if tensor.device.type != "cuda" and not (interpreted() and tensor.device.type == "cpu"):
+    if not tensor.is_cuda and not (interpreted() and tensor.device.type == "cpu"):
         raise ValueError(
             f"{name} is on {tensor.device}; accepted: a CUDA device, or the CPU in a process that"
             " was started with TRITON_INTERPRET=1"

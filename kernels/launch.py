@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ctypes import c_float
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -107,9 +108,9 @@ class PairSettings:
         ):
             _check_power_of_two(name, value, smallest, largest)
 
-    @property
+    @cached_property
     def options(self) -> dict[str, int]:
-        """What goes to the launch beside the tile's size."""
+        """What goes to the launch beside the tile's size; not to be changed."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.num_warps, **limit}
 
@@ -149,9 +150,9 @@ class TileSettings:
             raise ValueError(f"band is {self.band}; accepted: 1 and up")
         check_path(self.cast_path)
 
-    @property
+    @cached_property
     def options(self) -> dict[str, int]:
-        """What goes to the launch beside the tile's size."""
+        """What goes to the launch beside the tile's size; not to be changed."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.num_warps, **limit}
 
@@ -183,6 +184,16 @@ def interpreted() -> bool:
     return _INTERPRETED
 
 
+def cdiv(number: int, of: int) -> int:
+    """number / of, rounded up. Triton's own passes through its front end and takes far longer."""
+    return -(-number // of)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less than a number above zero."""
+    return 1 << (number - 1).bit_length()
+
+
 def to_float32(number: float) -> float:
     """The nearest float32, ties to even, as a Python float: infinite past the largest one."""
     return c_float(number).value
@@ -205,11 +216,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         with np.errstate(all="ignore"):
             kernel[grid](*args, enable_fp_fusion=False, **meta)
         return
-    bases = (getattr(arg, "base", arg) for arg in args)  # a descriptor's tensor is its base
-    device = next(base.device for base in bases if isinstance(base, torch.Tensor))
+    device = _device_of(args)
     # Triton launches on the current device, whatever device the pointers belong to.
     if device.index == torch.cuda.current_device():
         kernel[grid](*args, enable_fp_fusion=False, **meta)
     else:
         with torch.cuda.device(device):
             kernel[grid](*args, enable_fp_fusion=False, **meta)
+
+
+def _device_of(args: tuple[Any, ...]) -> torch.device:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device
+        base = getattr(arg, "base", None)  # a descriptor's tensor is its base
+        if isinstance(base, torch.Tensor):
+            return base.device
+    raise TypeError("none of the arguments of this launch is a tensor")

@@ -110,21 +110,22 @@ def checked_product(
     out: torch.Tensor | None = None,
 ) -> Product:
     """The arguments of `matmul`, checked; it says what they are and what it raises."""
-    (m, k), n = _checked_shapes(a, b)
+    b_t = _checked_operands(a, b)
+    (m, k), n = a.shape, b_t.shape[0]
     scales = scales_from(inverse_scale_a, inverse_scale_b, m, k, n, a.device)
     promote = _checked_promotion(promote_every, scales)
-    for name, tensor, shapes in (
-        ("accumulator", accumulator, ((m, n),)),
-        ("bias", bias, ((n,), (m, n))),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, (torch.float32,))
-            _check_place(name, tensor, shapes, a.device)
+    if accumulator is not None:
+        check_tensor("accumulator", accumulator, (torch.float32,))
+        _check_place("accumulator", accumulator, ((m, n),), a.device)
+    if bias is not None:
+        check_tensor("bias", bias, (torch.float32,))
+        _check_place("bias", bias, ((n,), (m, n)), a.device)
     result = _checked_out(out, out_dtype, (m, n), a.device)
-    return Product(a, b.t(), result, accumulator, promote, scales, bias)
+    return Product(a, b_t, result, accumulator, promote, scales, bias)
 
 
-def _checked_shapes(a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, int], int]:
+def _checked_operands(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """b.t(), (N, K)."""
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch tensor")
@@ -135,19 +136,21 @@ def _checked_shapes(a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, int], 
             f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; accepted: (M, K) and (K, N) of"
             " one K"
         )
-    for name, tensor, order in (("a", a, "row-major (M, K)"), ("b", b.t(), "column-major (K, N)")):
+    b_t = b.t()
+    for name, tensor, given, order in (
+        ("a", a, a, "row-major (M, K)"),
+        ("b", b_t, b, "column-major (K, N)"),
+    ):
         rows, k = tensor.shape
-        in_order = (k <= 1 or tensor.stride(1) == 1) and (rows <= 1 or tensor.stride(0) >= k)
-        if tensor.numel() and not in_order:
+        along_rows, along_k = tensor.stride()
+        if not ((k <= 1 or along_k == 1) and (rows <= 1 or along_rows >= k)) and tensor.numel():
             raise ValueError(
-                f"{name} has strides {(a if name == 'a' else b).stride()}; accepted: {order}, with"
-                " stride 1 along K"
+                f"{name} has strides {given.stride()}; accepted: {order}, with stride 1 along K"
             )
-        # What is left to check does not depend on strides.
-        check_tensor(name, tensor[:0].contiguous(), FORMATS)
+        check_tensor(name, tensor, FORMATS, contiguous=False)
     if a.device != b.device:
         raise ValueError(f"b is on {b.device}; a is on {a.device}")
-    return (a.shape[0], a.shape[1]), b.shape[1]
+    return b_t
 
 
 def _checked_promotion(promote_every: int | None, scales: Scales) -> int | None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fp8lab.kernels.launch import launch
-from fp8lab.kernels.matmul_gluon_device import GluonPlan, matmul_kernel
-from fp8lab.kernels.matmul_product import ALIGNMENT, Product, aligned, multiprocessors
+from fp8lab.kernels.descriptors import DescriptorKind
+from fp8lab.kernels.launch import cdiv, launch
+from fp8lab.kernels.matmul_gluon_device import matmul_kernel
+from fp8lab.kernels.matmul_gluon_plan import GluonPlan
+from fp8lab.kernels.matmul_product import (
+    ALIGNMENT,
+    Product,
+    aligned,
+    by_description,
+    multiprocessors,
+)
 from fp8lab.kernels.matmul_scales import BLOCK
 from fp8lab.kernels.matmul_settings import SHARED_MEMORY, GluonSettings
 
@@ -35,8 +43,7 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
-@dataclass(frozen=True)
-class _Side:
+class _Side(NamedTuple):
     """An operand with its scales.
 
     Attributes:
@@ -85,12 +92,11 @@ def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
     blocks = scales.kind == "blocks"
     plan = GluonPlan(
         rows=tile[0],
-        columns=min(128, tile[1]) if promoted else tile[1],
+        columns=tile[1],
         depth=BLOCK if promoted else settings.block_k,
         stages=1,
         group=settings.group,
         drain=settings.drain if promoted else 0,
-        stagger=settings.stagger,
         swap=settings.swap,
         scaling=scales.kind,
         by_row=blocks and sides[0].own,
@@ -100,33 +106,37 @@ def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
         bias=product.bias_kind,
         bfloat16=product.out.dtype == torch.bfloat16,
     )
+    if promoted and (plan.partials == 1 or plan.parts > 1):
+        # With one partial sum there is nothing to gain, and with several parts too little.
+        plan = replace(plan, drain=1)
     result = 2 * plan.rows * plan.out_columns * product.out.element_size()
     # Barriers, and gaps between what is aligned, take less than 1 KiB.
     room = (SHARED_MEMORY - result - 1024) // plan.bytes_of_a_stage
     return replace(plan, stages=min(settings.most_stages, room))
 
 
+_kept_plan = by_description(gluon_plan)
+
+
 def launch_fast(product: Product, settings: GluonSettings) -> None:
     """Compute a product that `applies` to."""
     m, n, k = product.sizes
     out = product.out
-    plan = gluon_plan(product, settings)
+    plan = _kept_plan(product, settings)
     left, right = _sides(product)
     if plan.swap:
         left, right = right, left
-    tiles = triton.cdiv(left.codes.shape[0], plan.rows)
-    tiles *= triton.cdiv(right.codes.shape[0], plan.columns)
-    left_desc = _descriptor(left.codes, [plan.rows, plan.depth])
-    right_desc = _descriptor(right.codes, [plan.columns, plan.depth])
+    tiles = cdiv(left.codes.shape[0], plan.rows)
+    tiles *= cdiv(right.codes.shape[0], plan.columns)
     launch(
         matmul_kernel,
         (min(multiprocessors(out.device), tiles),),
-        left_desc,
-        right_desc,
-        _descriptor(out, plan.piece),
-        # What is not there is never read, but must be a descriptor, or a pointer.
-        _scale_descriptor(left, plan.rows) if plan.by_row else left_desc,
-        _scale_descriptor(right, plan.scale_columns) if plan.by_column else right_desc,
+        _descriptor(left.codes, plan.box, plan.depth),
+        _descriptor(right.codes, plan.columns, plan.depth),
+        _descriptor(out, *plan.piece),
+        # What is not there is never read, but must be something: a pointer costs the host nothing.
+        _scale_descriptor(left, plan.box) if plan.by_row else out,
+        _scale_descriptor(right, plan.scale_columns) if plan.by_column else out,
         out if left.scales is None else left.scales,
         out if right.scales is None else right.scales,
         out if product.bias is None else product.bias,
@@ -144,17 +154,27 @@ def launch_fast(product: Product, settings: GluonSettings) -> None:
     )
 
 
-def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     """For the copy engine, in the layout that wgmma reads."""
+    return _kind(matrix.dtype, rows, columns)(matrix)
+
+
+@lru_cache
+def _kind(dtype: torch.dtype, rows: int, columns: int) -> DescriptorKind:
     types = _GLUON_DTYPES | {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-    layout = gl.NVMMASharedLayout.get_default_for(block, types[matrix.dtype])
-    return TensorDescriptor.from_tensor(matrix, block, layout)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
+    return DescriptorKind(TensorDescriptor, dtype, (rows, columns), layout)
 
 
-def _scale_descriptor(side: _Side, width: int) -> TensorDescriptor:
+def _scale_descriptor(side: _Side, width: int) -> Any:
     assert side.scales is not None
+    return _scale_kind(width)(_by_block(side.scales))
+
+
+@lru_cache
+def _scale_kind(width: int) -> DescriptorKind:
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor.from_tensor(_by_block(side.scales), [1, width], flat)
+    return DescriptorKind(TensorDescriptor, torch.float32, (1, width), flat)
 
 
 def _by_block(scales: torch.Tensor) -> torch.Tensor:

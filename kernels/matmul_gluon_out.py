@@ -32,13 +32,16 @@ def elements(row, column, m, n, COLUMNS: gl.constexpr, L: gl.constexpr, PLAN: gl
 def write(
     GROUP: gl.constexpr, out_desc, out_tiles, total, row, column, m, n, extras, PLAN: gl.constexpr
 ):
-    """The result out through shared memory, a piece at a time: fewer registers are live."""
+    """The result, in its parts, out through shared memory, a piece at a time: fewer registers are
+    live.
+    """
     WIDTH: gl.constexpr = PLAN.out_columns
     COUNT: gl.constexpr = PLAN.columns // PLAN.out_columns
+    SPLIT: gl.constexpr = COUNT // PLAN.parts
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32]
     )
-    pieces = _split(total, COUNT)
+    pieces = _split(total, SPLIT)
     for index in gl.static_range(COUNT):
         piece = gl.convert_layout(pieces[index], L, assert_trivial=True)
         first = column + index * WIDTH
@@ -89,14 +92,14 @@ def _finished(total, row, column, m, n, extras, L: gl.constexpr, PLAN: gl.conste
 
 
 @gluon.jit
-def _split(tile, COUNT: gl.constexpr):
-    """A tile in so many pieces of columns, a power of two; no element leaves its thread."""
-    pieces = (tile,)
+def _split(parts, COUNT: gl.constexpr):
+    """Parts in so many pieces of columns each, a power of two; no element leaves its thread."""
+    pieces = parts
     for _ in gl.static_range(COUNT.bit_length() - 1):
         halves = ()
         for index in gl.static_range(len(pieces)):
             piece = pieces[index]
             pair = piece.reshape((piece.shape[0], 2, piece.shape[1] // 2)).permute((0, 2, 1))
             halves += pair.split()
-        pieces = halves  # type: ignore[assignment]
+        pieces = halves
     return pieces

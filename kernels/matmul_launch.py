@@ -12,11 +12,18 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8lab.formats import BFLOAT16, E4M3, E5M2, Float8Format
+from fp8lab.kernels.descriptors import DescriptorKind
 from fp8lab.kernels.float_device import ElementCode
-from fp8lab.kernels.launch import interpreted, launch
+from fp8lab.kernels.launch import cdiv, interpreted, launch
 from fp8lab.kernels.matmul_choice import fast_settings, plain_settings
 from fp8lab.kernels.matmul_device import ProductPlan, matmul_kernel
-from fp8lab.kernels.matmul_product import ALIGNMENT, Product, aligned, multiprocessors
+from fp8lab.kernels.matmul_product import (
+    ALIGNMENT,
+    Product,
+    aligned,
+    by_description,
+    multiprocessors,
+)
 from fp8lab.kernels.matmul_settings import (
     FAST_NATIVE_CANDIDATES,
     FAST_PROMOTED_CANDIDATES,
@@ -35,6 +42,7 @@ Settings = MatmulSettings | GluonSettings
 
 # Products that were tuned, and what was fastest.
 _TUNED: dict[Hashable, Settings] = {}
+_OUT_CODE = ElementCode.of(BFLOAT16, saturate=False)
 
 
 def fastest(product: Product) -> Settings:
@@ -68,13 +76,14 @@ def candidates_for(product: Product) -> list[Settings]:
 
 def launch_product(product: Product, settings: Settings | None) -> None:
     """Launch one of the kernels, as told, as tuned, or as the shape decides."""
-    if settings is None:
+    fast = _is_fast(product)
+    if settings is None and _TUNED:
         settings = _TUNED.get(product.key)
     if settings is None:
-        settings = _chosen(product)
+        settings = _chosen(product, fast)
     if isinstance(settings, MatmulSettings):
         _launch_plain(product, settings)
-    elif _is_fast(product):
+    elif fast:
         _fast().launch_fast(product, settings)
     else:
         raise ValueError(
@@ -83,14 +92,25 @@ def launch_product(product: Product, settings: Settings | None) -> None:
         )
 
 
-def _chosen(product: Product) -> Settings:
+def _chosen(product: Product, fast: bool) -> Settings:
     m, n, _ = product.sizes
     promoted, count = product.promote is not None, multiprocessors(product.a.device)
-    if _is_fast(product):
-        blocks = product.scales.kind == "blocks"
-        return fast_settings(m, n, promoted=promoted, blocks=blocks, multiprocessors=count)
+    if fast:
+        scales = product.scales
+        return _fast_settings(
+            m,
+            n,
+            promoted=promoted,
+            blocks=scales.kind == "blocks",
+            by_both=scales.by_both,
+            multiprocessors=count,
+        )
     wide = _wide(product)
-    return plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=count)
+    return _plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=count)
+
+
+_fast_settings = lru_cache(fast_settings)
+_plain_settings = lru_cache(plain_settings)
 
 
 def _is_fast(product: Product) -> bool:
@@ -116,17 +136,15 @@ def _launch_plain(product: Product, settings: MatmulSettings) -> None:
     bfloat16 = product.out.dtype == torch.bfloat16
     out: Any = product.out.view(torch.int16) if bfloat16 else product.out
     by_descriptor = bfloat16 and n * out.element_size() % ALIGNMENT == 0
-    plan = product_plan(product, settings, out_descriptor=by_descriptor)
-    tiles = triton.cdiv(m, settings.block_m) * triton.cdiv(n, settings.block_n)
+    plan = _kept_plan(product, settings, by_descriptor)
+    tiles = cdiv(m, settings.block_m) * cdiv(n, settings.block_n)
     scales = product.scales
     launch(
         matmul_kernel,
         (min(programs, tiles),),
         _descriptor(product.a, settings.block_m, settings.block_k),
         _descriptor(product.b, settings.block_n, settings.block_k),
-        TensorDescriptor.from_tensor(out, [settings.block_m, settings.block_n])
-        if by_descriptor
-        else out,
+        _kind(out.dtype, settings.block_m, settings.block_n)(out) if by_descriptor else out,
         scales.a,
         scales.b,
         product.bias,
@@ -138,11 +156,16 @@ def _launch_plain(product: Product, settings: MatmulSettings) -> None:
         PLAN=plan,
         A_CODE=_code(product.a.dtype),
         B_CODE=_code(product.b.dtype),
-        OUT_CODE=ElementCode.of(BFLOAT16, saturate=False),
+        OUT_CODE=_OUT_CODE,
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
         **({"launch_pdl": True} if plan.overlap else {}),
     )
+
+
+@by_description
+def _kept_plan(product: Product, settings: MatmulSettings, by_descriptor: bool) -> ProductPlan:
+    return product_plan(product, settings, out_descriptor=by_descriptor)
 
 
 def product_plan(
@@ -183,8 +206,13 @@ def _code(dtype: torch.dtype) -> ElementCode:
     return ElementCode.of(FORMATS[dtype], saturate=True)
 
 
-def _descriptor(codes: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _descriptor(codes: torch.Tensor, rows: int, columns: int) -> Any:
     ready = aligned(codes)
     if interpreted():
         ready = ready.view(torch.uint8)
-    return TensorDescriptor.from_tensor(ready, [rows, columns])
+    return _kind(ready.dtype, rows, columns)(ready)
+
+
+@lru_cache
+def _kind(dtype: torch.dtype, rows: int, columns: int) -> DescriptorKind:
+    return DescriptorKind(TensorDescriptor, dtype, (rows, columns))

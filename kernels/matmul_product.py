@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from collections.abc import Callable, Hashable
+from functools import lru_cache, wraps
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
-import triton
 
-from fp8lab.kernels.launch import interpreted
+from fp8lab.kernels.launch import cdiv, interpreted
 from fp8lab.kernels.matmul_scales import Scales
 
 # The copy engine takes rows that start at multiples of this many bytes.
 ALIGNMENT = 16
+_MOST_KEPT = 4096  # shapes times settings are few; should they not be, they are made anew
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """The arguments of one product.
 
     Attributes:
@@ -49,10 +49,16 @@ class Product:
     @property
     def key(self) -> Hashable:
         """What decides how long it takes: products of one key are alike."""
-        scaling = self.scales.kind, self.scales.block_k
         given = self.start is not None, self.bias_kind, self.promote
         types = self.a.dtype, self.b.dtype, self.out.dtype
-        return (self.a.device, self.sizes, scaling, given, types)
+        return (self.a.device, self.sizes, self.scales[3:], given, types)
+
+    @property
+    def description(self) -> Hashable:
+        """Everything but where tensors lie: what a launch's compile-time part may depend on."""
+        types = self.a.dtype, self.b.dtype, self.out.dtype
+        given = self.start is not None, self.bias_kind, self.promote
+        return (self.a.device, self.a.shape, self.b.shape, types, given, self.scales[2:])
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -60,13 +66,30 @@ class Product:
         return self.a.shape[0], self.b.shape[0], self.a.shape[1]
 
 
+def by_description(make: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a function makes of a product and other arguments, by the product's description."""
+    kept: dict[Hashable, T] = {}
+
+    @wraps(make)
+    def call(product: Product, *args: Hashable) -> T:
+        key = product.description, args
+        found = kept.get(key)
+        if found is None:
+            if len(kept) >= _MOST_KEPT:
+                kept.clear()
+            found = kept[key] = make(product, *args)
+        return found
+
+    return call
+
+
 def aligned(codes: torch.Tensor) -> torch.Tensor:
     """Row-major codes in rows that the copy engine can read: themselves, or a copy with zeros."""
     rows, k = codes.shape
-    starts_aligned = codes.stride(0) % ALIGNMENT == 0 and codes.data_ptr() % ALIGNMENT == 0
-    if k and codes.stride(1) == 1 and starts_aligned:
+    along_rows, along_k = codes.stride()
+    if k and along_k == 1 and (along_rows | codes.data_ptr()) % ALIGNMENT == 0:
         return codes
-    width = max(1, triton.cdiv(k, ALIGNMENT)) * ALIGNMENT
+    width = max(1, cdiv(k, ALIGNMENT)) * ALIGNMENT
     copy = torch.zeros((rows, width), dtype=torch.uint8, device=codes.device)
     copy[:, :k] = codes.view(torch.uint8)
     return copy.view(codes.dtype)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,8 +16,7 @@ MX_BLOCK = 32
 DTYPES = (torch.float32, torch.float8_e8m0fnu)
 
 
-@dataclass(frozen=True)
-class Scales:
+class Scales(NamedTuple):
     """Both scales as a kernel takes them.
 
     Attributes:
@@ -41,9 +39,20 @@ class Scales:
     a_e8m0: bool
     b_e8m0: bool
 
+    @property
+    def by_both(self) -> bool:
+        """Whether each row of a and each column of b has its own entries along K."""
+        return (
+            self.kind == "blocks"
+            and self.rows_per_entry == self.columns_per_entry == 1
+            and 0 not in self.strides
+        )
 
-@dataclass(frozen=True)
-class _Side:
+
+_NONE = Scales(None, None, (0, 0, 0, 0), "none", None, 1, 1, False, False)
+
+
+class _Side(NamedTuple):
     """One operand's scale, as a table of rows (of a, or columns of b) by blocks of K."""
 
     table: torch.Tensor
@@ -54,9 +63,10 @@ class _Side:
     @property
     def strides(self) -> tuple[int, int]:
         """Along the rows and along K; 0 where every place shares one entry."""
-        along_rows = self.table.stride(0) if self.per_row else 0
-        along_k = 0 if self.block_k is None else self.table.stride(1)
-        return along_rows, along_k
+        if not self.per_row:
+            return 0, 0
+        along_rows, along_k = self.table.stride()
+        return along_rows, 0 if self.block_k is None else along_k
 
 
 def scales_from(
@@ -75,7 +85,7 @@ def scales_from(
             another device.
     """
     if inverse_scale_a is None and inverse_scale_b is None:
-        return Scales(None, None, (0, 0, 0, 0), "none", None, 1, 1, False, False)
+        return _NONE
     a = _side("inverse_scale_a", inverse_scale_a, m, k, device, transposed=False)
     # b's scale is like a's with rows and columns swapped.
     b = _side("inverse_scale_b", inverse_scale_b, n, k, device, transposed=True)
@@ -90,25 +100,32 @@ def scales_from(
         kind = "blocks"
     elif a.per_row or b.per_row:
         kind = "vectors"
-    e8m0 = [side.table.dtype == torch.float8_e8m0fnu for side in (a, b)]
-    tables = [
-        side.table.view(torch.uint8) if is_e8m0 else side.table
-        for side, is_e8m0 in zip((a, b), e8m0, strict=True)
-    ]
-    if kind != "blocks":
-        # K of one block or less: a few scales, which the kernel takes as float32.
-        tables = [_from_e8m0(t) if is_e8m0 else t for t, is_e8m0 in zip(tables, e8m0, strict=True)]
-        e8m0 = [False, False]
+    table_a, a_e8m0 = _table(a, kind)
+    table_b, b_e8m0 = _table(b, kind)
+    a_row, a_k = a.strides
+    b_row, b_k = b.strides
     return Scales(
-        tables[0],
-        tables[1],
-        (a.strides[0], a.strides[1], b.strides[1], b.strides[0]),
+        table_a,
+        table_b,
+        (a_row, a_k, b_k, b_row),
         kind,
         block_k,
         a.rows_per_entry,
         b.rows_per_entry,
-        *e8m0,
+        a_e8m0,
+        b_e8m0,
     )
+
+
+def _table(side: _Side, kind: str) -> tuple[torch.Tensor, bool]:
+    """A side's table as the kernel takes it, and whether it is of E8M0."""
+    if side.table.dtype != torch.float8_e8m0fnu:
+        return side.table, False
+    codes = side.table.view(torch.uint8)
+    if kind == "blocks":
+        return codes, True
+    # K of one block or less: a few scales, which the kernel takes as float32.
+    return _from_e8m0(codes), False
 
 
 def _from_e8m0(codes: torch.Tensor) -> torch.Tensor:
@@ -136,7 +153,7 @@ def _side(
     if scale.device != device or not (scale.is_cuda or interpreted()):
         raise ValueError(f"{name} is on {scale.device}; accepted: {device}, where a is")
     if scale.numel() == 1:
-        return _Side(scale.reshape(1, 1), False, None, 1)
+        return _Side(scale, False, None, 1)
     table = scale.t() if transposed and scale.dim() == 2 else scale
     shape = tuple(table.shape)
     blocks, mx_blocks, row_blocks = -(-k // BLOCK), -(-k // MX_BLOCK), -(-rows // BLOCK)

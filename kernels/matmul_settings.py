@@ -60,16 +60,15 @@ class GluonSettings:
     """How the fast kernel of sm_90 is launched.
 
     Attributes:
-        block_m, block_n: A tile's rows and columns, powers of two. wgmma's rows are 64 or 128, its
-            columns 16 to 256. Promoted products never take more than 128 columns: a total and two
-            partial sums of more leave no registers.
+        block_m, block_n: A tile's rows and columns. wgmma's rows are 64, 128 or 192, its columns a
+            power of two from 16 to 256, or to 128 beside 192 rows.
         block_k: How much of K a stage holds: 128, or 256, which promoted products do not take.
         group: Tiles that are visited down a column before the next column.
-        most_stages: Stages are as many as fit, but no more.
+        most_stages: Stages are as many as fit, but no more: 2 to 16, as one is awaited before the
+            one before is released.
         swap: Whether wgmma's rows are the tile's columns, as in `MatmulSettings`.
-        drain: Where partial sums are promoted: of them, between points where a warpgroup has no
-            wgmma in flight.
-        stagger: Whether the second warpgroup's such points lie between those of the first.
+        drain: Where partial sums are promoted: stages between points where a warpgroup has no wgmma
+            in flight. With 192 of wgmma's rows, or 256 columns, every stage ends with such a point.
     """
 
     block_m: int = 128
@@ -79,19 +78,20 @@ class GluonSettings:
     most_stages: int = 16
     swap: bool = False
     drain: int = 8
-    stagger: bool = False
 
     def __post_init__(self) -> None:
         rows, columns = self.block_m, self.block_n
         if self.swap:
             rows, columns = columns, rows
-        _check_power("block_n" if self.swap else "block_m", rows, 64, 128)
-        _check_power("block_m" if self.swap else "block_n", columns, 16, 256)
+        row_name, column_name = ("block_n", "block_m") if self.swap else ("block_m", "block_n")
+        if rows not in (64, 128, 192):
+            raise ValueError(f"{row_name} is {rows}; accepted: 64, 128, 192")
+        _check_power(column_name, columns, 16, 128 if rows == 192 else 256)
         _check_power("block_k", self.block_k, 128, 256)
         _check_power("group", self.group, 1, 64)
-        _check_power("drain", self.drain, 2, 16)
-        if not 1 <= self.most_stages <= MOST_STAGES:
-            raise ValueError(f"most_stages is {self.most_stages}; accepted: 1 to {MOST_STAGES}")
+        _check_power("drain", self.drain, 1, 16)
+        if not 2 <= self.most_stages <= MOST_STAGES:
+            raise ValueError(f"most_stages is {self.most_stages}; accepted: 2 to {MOST_STAGES}")
 
 
 def _check_power(name: str, value: int, smallest: int, largest: int) -> None:
@@ -107,6 +107,8 @@ NARROW = MatmulSettings(64, 64, num_warps=4, num_stages=8)
 THIN = MatmulSettings(16, 64, 256, num_warps=4, num_stages=8, swap=True)
 
 WIDE_FAST = GluonSettings(128, 256)
+TALL_FAST = GluonSettings(192, 128)
+BROAD_FAST = GluonSettings(128, 192, swap=True)
 SQUARE_FAST = GluonSettings(128, 128)
 SMALL_FAST = GluonSettings(64, 128)
 NARROW_FAST = GluonSettings(64, 64)
@@ -141,8 +143,9 @@ FAST_NATIVE_CANDIDATES = (
 )
 FAST_PROMOTED_CANDIDATES = (
     SQUARE_FAST,
-    replace(SQUARE_FAST, stagger=True),
-    replace(SQUARE_FAST, drain=4, stagger=True),
+    WIDE_FAST,
+    TALL_FAST,
+    BROAD_FAST,
     SMALL_FAST,
     NARROW_FAST,
     LEAN_FAST,

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from fp8lab.formats import Float8Format
 from fp8lab.kernels.checks import as_integer, check_tensor
-from fp8lab.kernels.launch import launch
+from fp8lab.kernels.launch import cdiv, launch, next_power_of_2
 from fp8lab.kernels.scaling_device import update_delayed_kernel
 from fp8lab.kernels.scaling_rules import ScaleRule, scale_rule
 
@@ -62,7 +61,7 @@ class DelayedScalingState:
     @property
     def inverse_scale(self) -> torch.Tensor:
         """What dequantises the codes of a cast that uses the present scale."""
-        return 1.0 / self.scale
+        return self.scale.reciprocal()
 
 
 def record_amax(state: DelayedScalingState, amax: torch.Tensor) -> DelayedScalingState:
@@ -192,8 +191,8 @@ class Cut(NamedTuple):
 
 def cut(state: DelayedScalingState) -> Cut:
     """How a state is cut among programs."""
-    tensors = min(_TENSORS, triton.next_power_of_2(max(state.scale.numel(), 1)))
-    slots = min(_ELEMENTS // tensors, triton.next_power_of_2(len(state.amax_history)))
+    tensors = min(_TENSORS, next_power_of_2(max(state.scale.numel(), 1)))
+    slots = min(_ELEMENTS // tensors, next_power_of_2(len(state.amax_history)))
     return Cut(tensors, slots, 8 if slots * tensors > 1024 else 4)
 
 
@@ -215,7 +214,7 @@ def launch_update(
     n, size = state.scale.numel(), cut(state)
     launch(
         update_delayed_kernel,
-        (triton.cdiv(n, size.tensors),),
+        (cdiv(n, size.tensors),),
         state.scale,
         state.amax_history,
         after.scale,

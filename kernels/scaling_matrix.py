@@ -6,13 +6,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import triton
 
 from fp8lab.formats import Float8Format, OverflowPolicy
 from fp8lab.kernels.casting import checked_seed
 from fp8lab.kernels.casting_matrix import Cast, check_matrix, empty_transposed, quantize_tiles
 from fp8lab.kernels.casting_rules import FORMAT_OF, cast_rule, decode_rule
-from fp8lab.kernels.launch import BLOCK_TILES, RowSettings, TileSettings, launch
+from fp8lab.kernels.launch import (
+    BLOCK_TILES,
+    RowSettings,
+    TileSettings,
+    cdiv,
+    launch,
+    next_power_of_2,
+)
 from fp8lab.kernels.scaling_device import dequantize_tiles_kernel
 from fp8lab.kernels.scaling_rows import quantize_rows_kernel
 from fp8lab.kernels.scaling_rules import Block, ScaleRule, check_block
@@ -92,7 +98,7 @@ def one_layout(
         quantize_tiles(x, cast, codes, None, scales="columns", scale=scale, settings=settings.tiles)
         kept = inverse[None, :]
     else:
-        kept = _empty_kept(x.shape, (rows, columns), scaling, x.device)
+        kept = empty_kept(x.shape, (rows, columns), scaling, x.device)
         quantize_tiles(
             x,
             cast,
@@ -142,11 +148,11 @@ def both_layouts(
             codes.view(dtype), inverse[:, None], codes_t.view(dtype), inverse_t[:, None]
         )
     check_block((columns, rows), settings.tiles.rows, settings.tiles.columns)
-    kept = _empty_kept(x.shape, (rows, columns), scaling, x.device)
+    kept = empty_kept(x.shape, (rows, columns), scaling, x.device)
     # Square blocks hold the same elements either way.
     kept_t = kept.t()
     if rows != columns:
-        kept_t = _empty_kept((x.shape[1], x.shape[0]), (rows, columns), scaling, x.device)
+        kept_t = empty_kept((x.shape[1], x.shape[0]), (rows, columns), scaling, x.device)
     quantize_tiles(
         x,
         cast,
@@ -173,12 +179,12 @@ def _quantize_rows(
     height, width = x.shape
     if not width:
         return
-    whole = triton.next_power_of_2(width)
+    whole = next_power_of_2(width)
     columns = whole if whole <= settings.longest else min(settings.block, settings.longest)
     rows = max(1, settings.block // columns)
     launch(
         quantize_rows_kernel,
-        (triton.cdiv(height, rows),),
+        (cdiv(height, rows),),
         x,
         codes,
         kept,
@@ -191,7 +197,7 @@ def _quantize_rows(
         RULE=cast.rule,
         ROWS=rows,
         COLUMNS=columns,
-        CHUNKS=triton.cdiv(width, columns),
+        CHUNKS=cdiv(width, columns),
         EVEN=height % rows == 0 and width % columns == 0,
         num_warps=settings.num_warps,
     )
@@ -202,11 +208,11 @@ def _line_scales(amax: torch.Tensor, scaling: ScaleRule) -> tuple[torch.Tensor, 
     return scales_by_rule(amax, scaling, inverse_out=inverse), inverse
 
 
-def _empty_kept(
+def empty_kept(
     shape: tuple[int, ...], block: tuple[int, int], scaling: ScaleRule, device: torch.device
 ) -> torch.Tensor:
     """Room for what is kept of the blocks, laid out as `scaling_blocks` says."""
-    down, across = (triton.cdiv(size, of) for size, of in zip(shape, block, strict=True))
+    down, across = (cdiv(size, of) for size, of in zip(shape, block, strict=True))
     if block[0] > 1:
         return torch.empty((down, across), dtype=scaling.dtype, device=device)
     return torch.empty((across, down), dtype=scaling.dtype, device=device).t()
@@ -219,8 +225,8 @@ def dequantized(
     check_matrix("codes", codes, tuple(FORMAT_OF))
     block = check_block(block, None, None)
     height, width = codes.shape
-    down = 1 if block[0] is None else triton.cdiv(height, block[0])
-    across = 1 if block[1] is None else triton.cdiv(width, block[1])
+    down = 1 if block[0] is None else cdiv(height, block[0])
+    across = 1 if block[1] is None else cdiv(width, block[1])
     if factors.shape != (down, across) or factors.device != codes.device:
         raise ValueError(
             f"the scales have shape {tuple(factors.shape)} on {factors.device}; codes of shape"
@@ -229,7 +235,7 @@ def dequantized(
     values = torch.empty((height, width), dtype=torch.float32, device=codes.device)
     launch(
         dequantize_tiles_kernel,
-        (triton.cdiv(height, settings.rows) * triton.cdiv(width, settings.columns),),
+        (cdiv(height, settings.rows) * cdiv(width, settings.columns),),
         codes.view(torch.uint8),
         values,
         factors,

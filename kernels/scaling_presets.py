@@ -6,13 +6,12 @@ One launch moves all tensors of a flat state on, by any of the rules; nothing wa
 from __future__ import annotations
 
 import torch
-import triton
 
 from fp8lab.delayed_presets import DELAYED_PRESETS
 from fp8lab.formats import Float8Format
 from fp8lab.kernels.casting_rules import check_format
 from fp8lab.kernels.checks import as_integer
-from fp8lab.kernels.launch import launch
+from fp8lab.kernels.launch import cdiv, launch
 from fp8lab.kernels.scaling_delayed import (
     DelayedScalingState,
     check_amax,
@@ -104,7 +103,7 @@ def _step(
     size, n = cut(state), state.scale.numel()
     launch(
         step_torchao_kernel if chosen.rule == "torchao" else step_ms_amp_kernel,
-        (triton.cdiv(n, size.tensors),),
+        (cdiv(n, size.tensors),),
         state.scale,
         state.amax_history,
         after.scale,

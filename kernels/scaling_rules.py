@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -59,8 +59,8 @@ def scale_rule(fmt: Float8Format, *, margin: int = 0, power_of_two: bool = False
             takes the format's top below the normal float32.
     """
     check_format(fmt)
-    highest = math.frexp(fmt.max_finite)[1] - 1 + 126
     powers = as_integer(margin)
+    highest = _exponent(fmt) + 126
     if powers is None or not 0 <= powers <= highest:
         raise ValueError(
             f"margin is {margin!r}; accepted: an integer from 0 to {highest} (powers of two)"
@@ -81,6 +81,11 @@ def mx_rule(fmt: Float8Format, rounding: str) -> ScaleRule:
 
 
 @cache
+def _exponent(fmt: Float8Format) -> int:
+    return math.frexp(fmt.max_finite)[1] - 1
+
+
+@cache
 def _rule(fmt: Float8Format, margin: int, kind: str) -> ScaleRule:
     top = fmt.max_finite * 2.0**-margin
     fraction, exponent = math.frexp(top)
@@ -98,22 +103,25 @@ def check_block(block: Block, most_rows: int | None, most_columns: int | None) -
         TypeError: Not a pair of integers or None.
         ValueError: Other sizes.
     """
-    limits = [f" up to {most}" if most else "" for most in (most_rows, most_columns)]
-    accepted = (
-        f"(1, None), (None, 1), or (rows, columns): rows 1 or a power of two from 4{limits[0]},"
-        f" columns a power of two{limits[1]}"
-    )
     if not isinstance(block, tuple | list) or len(block) != 2:
-        raise TypeError(f"block is {block!r}; accepted: {accepted}")
-    found = tuple(None if size is None else as_integer(size) for size in block)
-    if any(size is not None and number is None for size, number in zip(block, found, strict=True)):
-        raise TypeError(f"block is {block!r}; accepted: {accepted}")
-    rows, columns = found
-    if found in ((1, None), (None, 1)):
+        raise TypeError(_refusal(block, most_rows, most_columns))
+    rows, columns = (None if size is None else as_integer(size) for size in block)
+    if (rows is None) != (block[0] is None) or (columns is None) != (block[1] is None):
+        raise TypeError(_refusal(block, most_rows, most_columns))
+    if (rows, columns) in ((1, None), (None, 1)):
         return rows, columns
-    for size, most in zip(found, (most_rows, most_columns), strict=True):
-        if size is None or size < 1 or size & (size - 1) or size > (most or size):
-            raise ValueError(f"block is {block!r}; accepted: {accepted}")
-    if rows == 2:
-        raise ValueError(f"block is {block!r}; accepted: {accepted}")
+    if not (_is_power(rows, most_rows) and _is_power(columns, most_columns)) or rows == 2:
+        raise ValueError(_refusal(block, most_rows, most_columns))
     return rows, columns
+
+
+def _is_power(size: int | None, most: int | None) -> bool:
+    return size is not None and 1 <= size <= (most or size) and not size & (size - 1)
+
+
+def _refusal(block: Any, most_rows: int | None, most_columns: int | None) -> str:
+    limits = [f" up to {most}" if most else "" for most in (most_rows, most_columns)]
+    return (
+        f"block is {block!r}; accepted: (1, None), (None, 1), or (rows, columns): rows 1 or a power"
+        f" of two from 4{limits[0]}, columns a power of two{limits[1]}"
+    )

@@ -6,13 +6,12 @@ Nothing here looks at a value on the host, so nothing waits for the device.
 from __future__ import annotations
 
 import torch
-import triton
 
 from fp8lab.formats import Float8Format
 from fp8lab.kernels.casting_matrix import INPUTS, check_matrix
 from fp8lab.kernels.casting_rules import check_format
 from fp8lab.kernels.checks import check_tensor
-from fp8lab.kernels.launch import ElementwiseSettings, TileSettings, launch
+from fp8lab.kernels.launch import ElementwiseSettings, TileSettings, cdiv, launch
 from fp8lab.kernels.scaling_device import (
     amax_kernel,
     amax_lines_kernel,
@@ -64,7 +63,7 @@ def amax(
     largest = torch.zeros((), dtype=torch.float32, device=x.device)
     launch(
         amax_kernel,
-        (triton.cdiv(x.numel(), settings.block),),
+        (cdiv(x.numel(), settings.block),),
         x,
         largest,
         x.numel(),
@@ -90,7 +89,7 @@ def amax_of_lines(
     ]
     launch(
         amax_lines_kernel,
-        (triton.cdiv(height, settings.rows) * triton.cdiv(width, settings.columns),),
+        (cdiv(height, settings.rows) * cdiv(width, settings.columns),),
         x,
         *zeros,
         height,
@@ -179,7 +178,7 @@ def current_scale(
     scale = torch.empty_like(amax)
     launch(
         torchao_scale_kernel,
-        (triton.cdiv(amax.numel(), _SMALL),),
+        (cdiv(amax.numel(), _SMALL),),
         amax,
         scale,
         torch.full((), least, dtype=torch.float64, device=amax.device),
@@ -198,7 +197,7 @@ def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
     Args:
         scale: float32 of any shape, on any device.
     """
-    return 1.0 / scale
+    return scale.reciprocal()
 
 
 def mx_scale(amax: torch.Tensor, fmt: Float8Format, *, rounding: str = "floor") -> torch.Tensor:
@@ -222,7 +221,7 @@ def mx_scale(amax: torch.Tensor, fmt: Float8Format, *, rounding: str = "floor") 
     codes = torch.empty_like(amax, dtype=torch.uint8)
     launch(
         mx_scale_kernel,
-        (triton.cdiv(amax.numel(), _SMALL),),
+        (cdiv(amax.numel(), _SMALL),),
         amax,
         codes,
         amax.numel(),
@@ -245,7 +244,7 @@ def scales_by_rule(
     scale = torch.empty_like(amax)
     launch(
         scale_from_amax_kernel,
-        (triton.cdiv(amax.numel(), _SMALL),),
+        (cdiv(amax.numel(), _SMALL),),
         amax,
         scale,
         inverse_out,

@@ -24,7 +24,8 @@ CHILD = """
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
-    from fp8lab.kernels.matmul_gluon_device import GluonPlan, matmul_kernel
+    from fp8lab.kernels.matmul_gluon_device import matmul_kernel
+    from fp8lab.kernels.matmul_gluon_plan import GluonPlan
 
     plan = GluonPlan(**json.load(sys.stdin))
     layout = gl.NVMMASharedLayout.get_default_for
@@ -37,10 +38,10 @@ CHILD = """
     signature = dict.fromkeys(matmul_kernel.arg_names, "i32")
     signature |= dict.fromkeys(["left_scale", "right_scale", "bias", "start"], "*fp32")
     signature |= {
-        "left_desc": operand(plan.rows),
+        "left_desc": operand(plan.box),
         "right_desc": operand(plan.columns),
         "out_desc": f"tensordesc<bf16{plan.piece},{layout(plan.piece, gl.bfloat16)!r}>",
-        "left_scale_desc": f"tensordesc<fp32[1, {plan.rows}],{flat!r}>",
+        "left_scale_desc": f"tensordesc<fp32[1, {plan.box}],{flat!r}>",
         "right_scale_desc": f"tensordesc<fp32[1, {plan.scale_columns}],{flat!r}>",
         "PLAN": "constexpr",
     }
@@ -68,7 +69,6 @@ PLAN = {
     "stages": 5,
     "group": 8,
     "drain": 8,
-    "stagger": False,
     "swap": False,
     "scaling": "none",
     "by_row": False,
@@ -79,6 +79,9 @@ PLAN = {
     "bfloat16": True,
 }
 BLOCKS = {"scaling": "blocks", "by_row": True, "squares": True}
+BOTH = {"scaling": "blocks", "by_row": True, "by_column": True}
+WIDE = {"columns": 256, "stages": 4, "drain": 1}
+TALL = {"rows": 192, "stages": 5, "drain": 1}
 
 
 def compiled(**options: Any) -> dict[str, Any]:
@@ -102,19 +105,53 @@ def compiled(**options: Any) -> dict[str, Any]:
     [
         # Two warpgroups; 8 + 4 + 2 + 1 partial sums, each of four steps.
         (BLOCKS, "m64n128k32", 2 * 15 * 4),
-        (BLOCKS | {"by_column": True, "squares": False}, "m64n128k32", 2 * 15 * 4),
-        # One more of four, in the second warpgroup.
-        (BLOCKS | {"stagger": True}, "m64n128k32", (2 * 15 + 4) * 4),
+        (BOTH, "m64n128k32", 2 * 15 * 4),
+        # Two warpgroups, a loop over stages of four parts.
+        (WIDE, "m64n64k32", 2 * 4 * 4),
+        (WIDE | BLOCKS, "m64n64k32", 2 * 4 * 4),
+        (WIDE | BOTH, "m64n64k32", 2 * 4 * 4),
+        # Three warpgroups, a loop over stages of four steps.
+        (TALL | {"scaling": "tensor"}, "m64n128k32", 3 * 4),
+        (TALL | {"scaling": "vectors", "bias": "vector", "swap": True}, "m64n128k32", 3 * 4),
+        (TALL | BLOCKS | {"start": True}, "m64n128k32", 3 * 4),
+        (TALL | BLOCKS | {"by_row": False}, "m64n128k32", 3 * 4),
+        (TALL | BLOCKS | {"by_row": False, "by_column": True}, "m64n128k32", 3 * 4),
+        (TALL | BOTH, "m64n128k32", 3 * 4),
         # Two warpgroups, a loop over stages of four steps.
-        ({"columns": 256, "stages": 4, "drain": 0, "scaling": "vectors"}, "m64n256k32", 2 * 4),
+        (
+            {"columns": 256, "stages": 4, "drain": 0, "scaling": "vectors"},
+            "m64n256k32",
+            2 * 4,
+        ),
         # One warpgroup, stages of eight steps.
         (
-            {"rows": 64, "columns": 16, "depth": 256, "stages": 8, "drain": 0, "swap": True},
+            {
+                "rows": 64,
+                "columns": 16,
+                "depth": 256,
+                "stages": 8,
+                "drain": 0,
+                "swap": True,
+            },
             "m64n16k32",
             8,
         ),
     ],
-    ids=["1x128 by 128x128", "1x128 by 1x128", "staggered", "native", "few rows"],
+    ids=[
+        "1x128 by 128x128",
+        "1x128 by 1x128",
+        "wide",
+        "wide, 1x128 by 128x128",
+        "wide, 1x128 by 1x128",
+        "tall",
+        "tall, swapped",
+        "tall, 1x128 by 128x128",
+        "tall, 128x128 by 128x128",
+        "tall, 128x128 by 1x128",
+        "tall, 1x128 by 1x128",
+        "native",
+        "few rows",
+    ],
 )
 def test_the_fast_kernel_compiles_without_spills_or_serialised_products(
     options: dict[str, Any], shape: str, count: int

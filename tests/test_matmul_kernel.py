@@ -27,6 +27,8 @@ from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradie
 from fp8lab.kernels.matmul import matmul
 from fp8lab.kernels.matmul_choice import fast_settings, plain_settings
 from fp8lab.kernels.matmul_device import ProductPlan
+from fp8lab.kernels.matmul_product import Product
+from fp8lab.kernels.matmul_scales import scales_from
 from fp8lab.kernels.matmul_settings import (
     NATIVE_CANDIDATES,
     PROMOTED_CANDIDATES,
@@ -253,7 +255,9 @@ def test_bad_input_is_refused_before_any_launch(device: str) -> None:
         (ValueError, "num_stages is 17", partial(MatmulSettings, num_stages=17)),
         (ValueError, "block_n is 32", partial(MatmulSettings, block_n=32, swap=True)),
         (ValueError, "block_m is 32", partial(GluonSettings, block_m=32)),
-        (ValueError, "most_stages is 0", partial(GluonSettings, most_stages=0)),
+        (ValueError, "block_n is 256; .* to 128", partial(GluonSettings, 192, 256)),
+        (ValueError, "block_n is 256; .* 192", partial(GluonSettings, 64, 256, swap=True)),
+        (ValueError, "most_stages is 1; .* 2 to", partial(GluonSettings, most_stages=1)),
     ]
     for error, message, attempt in refused:
         with pytest.raises(error, match=message):
@@ -280,16 +284,64 @@ def test_plain_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wid
             assert fits(one, wide=wide)
 
 
-@pytest.mark.parametrize(("promoted", "blocks"), [(False, False), (True, False), (True, True)])
-def test_fast_settings_waste_few_multiprocessors(promoted: bool, blocks: bool) -> None:
+@pytest.mark.parametrize(
+    ("promoted", "blocks", "by_both"),
+    [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
+)
+def test_fast_settings_waste_few_multiprocessors(
+    promoted: bool, blocks: bool, by_both: bool
+) -> None:
     """Tiles are hardly higher than the rows, and half as many as the smallest would be or more."""
     for m, n in SHAPES:
-        chosen = fast_settings(m, n, promoted=promoted, blocks=blocks, multiprocessors=132)
+        chosen = fast_settings(
+            m, n, promoted=promoted, blocks=blocks, by_both=by_both, multiprocessors=132
+        )
         assert chosen.block_m < 2 * max(m, 16) or chosen.block_m == 64
         tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
         smallest = -(-m // 64) * -(-n // 64)
         assert tiles >= min(64, smallest) // 2
         assert chosen.block_k == 128 or not promoted
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "by_both", "tile"),
+    [
+        (28672, 4096, True, (128, 256)),
+        (4096, 4096, True, (128, 256)),
+        (4096, 4096, False, (128, 128)),
+        # A third wave of wide tiles, or a fifth of square ones, would be hardly filled.
+        (4096, 2304, True, (64, 128)),
+        # Fewer wide tiles than multiprocessors.
+        (1024, 4096, True, (128, 128)),
+        (128, 28672, True, (128, 128)),
+    ],
+)
+def test_fast_settings_of_blocks(m: int, n: int, by_both: bool, tile: tuple[int, int]) -> None:
+    """Wide tiles where each row and each column has its own scales, as measured."""
+    chosen = fast_settings(m, n, promoted=True, blocks=True, by_both=by_both, multiprocessors=132)
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
+def test_which_scales_are_of_both_sides() -> None:
+    """One for each row, each column and 128 of k; not one that all rows, or 128, share."""
+    blocks = torch.ones(3, 5).t()
+    squares = torch.ones(1, 3)
+    alike = (5, 384, 6, torch.device("cpu"))
+    assert scales_from(blocks, torch.ones(3, 6), *alike).by_both
+    assert not scales_from(blocks, squares.t(), *alike).by_both
+    assert not scales_from(blocks, torch.ones(()), *alike).by_both
+    assert not scales_from(torch.ones(5, 1), torch.ones(1, 6), *alike).by_both
+
+
+def test_tuned_products_are_told_apart_by_their_scales() -> None:
+    """1x128 by 1x128 is fastest with other settings than 1x128 by 128x128."""
+    a, b = torch.empty(5, 384), torch.empty(6, 384)
+    sides = torch.ones(3, 6), torch.ones(3, 1)
+    keys = {
+        Product(a, b, torch.empty(5, 6), None, 128, scales, None).key
+        for scales in (scales_from(torch.ones(5, 3), side, 5, 384, 6, a.device) for side in sides)
+    }
+    assert len(keys) == 2
 
 
 PLAN = ProductPlan(
