@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fp8lab.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
-from fp8lab.kernels import casting, scaling
+from fp8lab.kernels import casting, scaling, swiglu
 from fp8lab.kernels.launch import (
     CastSettings,
     DecodeSettings,
@@ -110,6 +110,7 @@ def launches(device: str) -> Iterator[Call]:
         for name, call in _of_input(x.to(dtype)):
             yield f"{name} {tuple(x.shape)} {dtype}", call
     yield from _of_codes(even)
+    yield from _of_swiglu(device)
     state = scaling.DelayedScalingState.fresh(1500, (11,), device=device)
     group = torch.ones(11, device=device)
     yield "update", partial(scaling.update_delayed, state, E4M3, group_amax=group)
@@ -215,6 +216,25 @@ def _of_codes(x: torch.Tensor) -> Iterator[Call]:
     yield "scales", partial(scaling.scale_from_amax, largest, E4M3)
     yield "torchao's scales", partial(scaling.current_scale, largest, E4M3, preset="torchao")
     yield "MX scales", partial(scaling.mx_scale, largest, E4M3)
+
+
+def _of_swiglu(device: str) -> Iterator[Call]:
+    scale = torch.full((1,), 0.7, device=device)
+    options: dict[str, Any] = {"scale": scale, "amax_out": torch.zeros(1, device=device)}
+    for (rows, columns), dtype in product(
+        ((150, 271), (256, 384)), (torch.bfloat16, torch.float32)
+    ):
+        gate_up = torch.ones(rows, 2 * columns, dtype=dtype, device=device)
+        dh = torch.ones(rows, columns, dtype=dtype, device=device)
+        name = f"SwiGLU {rows} x {columns} {dtype}"
+        yield name, partial(swiglu.swiglu, gate_up)
+        yield f"{name}, gradients", partial(swiglu.swiglu_grad, dh, gate_up)
+        for given in (None, dh):
+            cast = partial(swiglu.quantize_swiglu, gate_up, E4M3, dh=given, **options)
+            yield f"{name}, one scale", cast
+            if given is None or columns % 128 == 0:
+                blocks = partial(swiglu.quantize_swiglu_blocks, gate_up, E4M3, dh=given)
+                yield f"{name}, blocks", blocks
 
 
 def run(share: int = 0, shares: int = 1, only: str = "", *, settings: bool = False) -> int:

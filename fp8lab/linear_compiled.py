@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fp8lab.errors import UserError
 from fp8lab.linear_products import Side, backward_products, forward_products
 from fp8lab.observe import refuse_compiled
 from fp8lab.recipes import BlockScaling, MxScaling, RowScaling, Scaling
@@ -34,12 +35,17 @@ def register(layer: Fp8Linear) -> Tensor:
     return torch.tensor(number)
 
 
+def layer_of(handle: Tensor) -> Fp8Linear:
+    """The layer of a handle."""
+    return _LAYERS[int(handle)]
+
+
 def compiled_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear, handle: Tensor
 ) -> Tensor:
     """y = x w^T + bias, with gradients, as one operator; x is (rows, K)."""
     kept = torch.is_grad_enabled() and weight.requires_grad
-    block, bfloat16 = _kept_as(layer) if kept else (0, False)
+    block, bfloat16 = kept_as(layer) if kept else (0, False)
     amax = _amax(x) if layer.cast_of("input").wants_amax else None
     amax_dy = layer.cast_of("grad_output").wants_amax
     y: Tensor = _forward(
@@ -72,17 +78,31 @@ def _forward(
 ) -> list[Tensor]:
     """y; and what the weight gradient takes of x: values as rows of memory, inverse scales."""
     refuse_compiled()
-    layer = _LAYERS[int(handle)]
+    layer = layer_of(handle)
     wanted = {"forward": True, "weight_grad": keep}
-    y, kept = forward_products(x, weight, bias, layer, wanted, amax)
-    side = kept.get("weight_grad")
+    y, kept, _ = forward_products(x, weight, bias, layer, wanted, amax)
+    return [y, *packed(layer, kept.get("weight_grad"), x, block, bfloat16)]
+
+
+def packed(
+    layer: Fp8Linear, side: Side | None, x: Tensor, block: int, bfloat16: bool
+) -> tuple[Tensor, Tensor]:
+    """What the weight gradient takes of a layer's input: values as rows of memory, inverse scales.
+
+    Args:
+        layer: The layer.
+        side: What the forward pass kept of the input; None for nothing.
+        x: A tensor of its rows, on its device.
+        block, bfloat16: As `kept_as` foretold.
+    """
     if side is None:
-        return [y, x.new_empty(0), x.new_empty(0)]
+        return x.new_empty(0), x.new_empty(0)
+    check_form(layer, side.values, bfloat16)
     if side.values.dtype == torch.bfloat16:
-        return [y, side.values.t().clone(memory_format=torch.contiguous_format), x.new_empty(0)]
+        return side.values.t().clone(memory_format=torch.contiguous_format), x.new_empty(0)
     if side.inverse is None:
-        return [y, side.values.contiguous().clone(), x.new_empty(0)]
-    pitch = _pitch(x.shape[0], x.is_cuda or products == "kernels")
+        return side.values.contiguous().clone(), x.new_empty(0)
+    pitch = _pitch(x.shape[0], x.is_cuda or layer.products == "kernels")
     values = side.values.view(torch.uint8)
     whole = values.as_strided((values.shape[0], pitch), (pitch, 1))
     inverse = side.inverse
@@ -91,7 +111,7 @@ def _forward(
     if block == 0:
         # What a layer keeps must not be what a graph may overwrite.
         inverse = inverse.reshape(1) if layer.makes_scales else inverse.reshape(1).clone()
-    return [y, whole, inverse.contiguous()]
+    return whole, inverse.contiguous()
 
 
 @_forward.register_fake
@@ -107,22 +127,29 @@ def _(
     bfloat16: bool,
     products: str,
 ) -> list[Tensor]:
-    rows, columns = x.shape
-    y = x.new_empty(rows, weight.shape[0])
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    return [y, *packed_fake(x, x.shape[1], keep, block, bfloat16, products)]
+
+
+def packed_fake(
+    x: Tensor, columns: Any, keep: bool, block: int, bfloat16: bool, products: str
+) -> tuple[Tensor, Tensor]:
+    """Shapes and types of `packed`, for an input of `columns` columns and x's rows."""
+    rows = x.shape[0]
     if not keep:
-        return [y, x.new_empty(0), x.new_empty(0)]
+        return x.new_empty(0), x.new_empty(0)
     if bfloat16:
-        return [y, x.new_empty(rows, columns, dtype=torch.bfloat16), x.new_empty(0)]
+        return x.new_empty(rows, columns, dtype=torch.bfloat16), x.new_empty(0)
     if products == "decoded":
-        return [y, x.new_empty(columns, rows, dtype=torch.float32), x.new_empty(0)]
+        return x.new_empty(columns, rows, dtype=torch.float32), x.new_empty(0)
     whole = x.new_empty(
         columns, _pitch(rows, x.is_cuda or products == "kernels"), dtype=torch.uint8
     )
     if block == 0:
-        return [y, whole, x.new_empty(1, dtype=torch.float32)]
+        return whole, x.new_empty(1, dtype=torch.float32)
     across = 1 if block < 0 else (rows + block - 1) // block
     dtype = torch.uint8 if block == 32 else torch.float32
-    return [y, whole, x.new_empty(columns, across, dtype=dtype)]
+    return whole, x.new_empty(columns, across, dtype=dtype)
 
 
 @torch.library.custom_op("fp8lab::linear_backward", mutates_args=())
@@ -137,18 +164,18 @@ def _backward(
     need_weight: bool,
 ) -> list[Tensor]:
     refuse_compiled()
-    layer = _LAYERS[int(handle)]
+    layer = layer_of(handle)
     kept = {}
+    recipe = layer.active_recipe
     if need_x:
-        kept["data_grad"] = layer.weight_sides(weight)["data_grad"]
+        recipe, w_sides = layer.weight_sides(weight)
+        kept["data_grad"] = w_sides["data_grad"]
     if need_weight:
-        kept["weight_grad"] = _side_of(layer, values, inverse, dy.shape[0])
-    if hasattr(weight, "main_grad"):
-        raise RuntimeError(
-            "the weight has a main_grad, which torch.compile does not see; compile without it, or"
-            " let gradients accumulate in .grad"
-        )
-    dx, dw = backward_products(dy, kept, None, layer, (dy.dtype, weight.dtype, None), amax)
+        check_form(layer, values, not recipe.in_fp8("weight_grad"))
+        kept["weight_grad"] = side_of(layer, values, inverse, dy.shape[0])
+    refuse_main_grad(weight)
+    dtypes = dy.dtype, weight.dtype, None
+    dx, dw = backward_products(dy, kept, None, layer, dtypes, recipe, amax)
     return [dy.new_empty(0) if grad is None else grad for grad in (dx, dw)]
 
 
@@ -199,9 +226,9 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 _forward.register_autograd(_gradients, setup_context=_set_up)
 
 
-def _kept_as(layer: Fp8Linear) -> tuple[int, bool]:
+def kept_as(layer: Fp8Linear) -> tuple[int, bool]:
     """Of x in the weight gradient: its blocks' length (0: one scale, -1: one a row); if BF16."""
-    if not layer.recipe.in_fp8("weight_grad"):
+    if not layer.active_recipe.in_fp8("weight_grad"):
         return 0, True
     policy: Scaling = layer.recipe.operand("input").policy(True)
     if isinstance(policy, RowScaling):
@@ -213,7 +240,33 @@ def _kept_as(layer: Fp8Linear) -> tuple[int, bool]:
     return 0, False
 
 
-def _side_of(layer: Fp8Linear, values: Tensor, inverse: Tensor, rows: int) -> Side:
+def refuse_main_grad(weight: Tensor) -> None:
+    """Refuse a gradient that a compiled graph does not see.
+
+    Raises:
+        RuntimeError: The weight has a `main_grad`.
+    """
+    if hasattr(weight, "main_grad"):
+        raise RuntimeError(
+            "the weight has a main_grad, which torch.compile does not see; compile without it, or"
+            " let gradients accumulate in .grad"
+        )
+
+
+def check_form(layer: Fp8Linear, values: Tensor, bfloat16: bool) -> None:
+    """Refuse a switch of roles that a compiled graph has not seen.
+
+    Raises:
+        UserError: What is kept of x is in BF16 where the graph has FP8, or the other way round.
+    """
+    if (values.dtype == torch.bfloat16) != bfloat16:
+        raise UserError(
+            f"layer {layer.label!r}: its roles in BF16 changed between a compiled forward pass and"
+            " its backward pass, or under an exported graph; change them between steps"
+        )
+
+
+def side_of(layer: Fp8Linear, values: Tensor, inverse: Tensor, rows: int) -> Side:
     """What `_forward` kept, as the weight gradient takes it."""
     if values.dtype == torch.bfloat16:
         return Side(values.t())

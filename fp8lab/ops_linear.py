@@ -8,6 +8,7 @@ computes: the oracle for the CPU, the kernels for a GPU, with the same bits.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -76,6 +77,51 @@ class Layouts:
     transposed: Codes | None
 
 
+class Unwritten(ABC):
+    """An operand that is made as it is cast, so that it need not be written and read again.
+
+    It stands where a cast takes a matrix; whoever needs the matrix itself gets it from `tensor`.
+
+    Attributes:
+        shape: (rows, columns).
+        dtype, device: As a tensor's.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def tensor(self) -> Tensor:
+        """The operand, written."""
+
+    @abstractmethod
+    def codes(
+        self, fmt: Float8Format, scale: Tensor, *, transposed: bool, amax_out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `tensor_codes` makes of the operand, by a kernel."""
+
+    @abstractmethod
+    def block_codes(self, fmt: Float8Format, policy: BlockScaling) -> tuple[Tensor, ...] | None:
+        """Codes, inverse scales, and both transposed, by a kernel; None where it has none."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def detach(self) -> Unwritten:
+        return self
+
+    def stride(self, _: int) -> int:
+        return 1  # neighbours in a row lie side by side
+
+    def contiguous(self) -> Tensor:
+        return self.tensor().contiguous()
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        return self.tensor().to(dtype)
+
+
 # Whether CPU tensors go to the kernels too, which then run in Triton's interpreter.
 _THROUGH_KERNELS: ContextVar[bool] = ContextVar("through_kernels", default=False)
 
@@ -90,7 +136,7 @@ def through_kernels(wanted: bool = True) -> Iterator[None]:
         _THROUGH_KERNELS.reset(token)
 
 
-def _by_kernel(x: Tensor) -> bool:
+def _by_kernel(x: Tensor | Unwritten) -> bool:
     return x.is_cuda or _THROUGH_KERNELS.get()
 
 
@@ -103,7 +149,7 @@ def computed_by_kernel(
 
 @observed("cast")
 def tensor_codes(
-    x: Tensor,
+    x: Tensor | Unwritten,
     fmt: Float8Format,
     scale: Tensor,
     inverse: Tensor,
@@ -115,14 +161,19 @@ def tensor_codes(
     """Cast with one scale: the same codes in both layouts, from one read.
 
     Args:
-        x: (rows, columns) float32, bfloat16 or float16.
+        x: (rows, columns) float32, bfloat16 or float16; or what becomes it.
         fmt: E4M3, E5M2 or their FNUZ forms.
         scale: One float32 element on x's device.
         inverse: 1 / scale; kept beside the codes.
         plain, transposed: Which layouts are wanted.
         amax_out: As for `fp8lab.ops.quantize`.
     """
-    if _by_kernel(x):
+    if isinstance(x, Unwritten) and not _by_kernel(x):
+        x = x.tensor()
+    codes_t: Tensor | None
+    if isinstance(x, Unwritten):
+        codes, codes_t = x.codes(fmt, scale, transposed=transposed, amax_out=amax_out)
+    elif _by_kernel(x):
         from fp8lab.kernels.casting import quantize, quantize_with_transpose
 
         if transposed:
@@ -140,7 +191,7 @@ def tensor_codes(
 
 @observed("block_cast")
 def block_codes(
-    x: Tensor,
+    x: Tensor | Unwritten,
     fmt: Float8Format,
     policy: RowScaling | BlockScaling | MxScaling,
     *,
@@ -154,6 +205,14 @@ def block_codes(
         policy: Which blocks, and how their scales are made.
     """
     block = _block_of(policy)
+    if isinstance(x, Unwritten):
+        found = None
+        if _by_kernel(x) and isinstance(policy, BlockScaling) and not policy.square and transposed:
+            found = x.block_codes(fmt, policy)
+        if found is not None:
+            first = Codes(found[0], found[1], block) if plain else None
+            return Layouts(first, Codes(found[2], found[3], block))
+        x = x.tensor()
     if _by_kernel(x) and _in_a_tile(block):
         return _block_codes_by_kernel(x, fmt, policy, block, plain, transposed)
     first = _one_layout(x, fmt, policy, block) if plain else None
@@ -231,8 +290,9 @@ def bfloat16_product(
 ) -> Tensor:
     """a b^T of operands rounded to BF16, as torch computes it: its bits are the backend's.
 
-    On a GPU with a bfloat16 result it is cuBLAS' BF16 product; otherwise a float32 product of the
-    rounded operands, then bias, then the cast.
+    On a GPU it is cuBLAS' BF16 product, whose sums are float32: with a bfloat16 result the bias is
+    part of it; any other result is that of a float32 output, to which bias or `accumulate` is
+    added, then the cast. On a CPU it is a float32 product of the rounded operands.
 
     Args:
         a, b, bias, out_dtype, accumulate: As for `matmul`, but tensors of values.
@@ -241,9 +301,11 @@ def bfloat16_product(
     if first.is_cuda and out_dtype == torch.bfloat16 and accumulate is None:
         shift = None if bias is None else bias.to(torch.bfloat16)
         return torch.nn.functional.linear(first, second, shift)
-    return float32_product(
-        first.float(), second.float(), bias=bias, out_dtype=out_dtype, accumulate=accumulate
-    )
+    options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "accumulate": accumulate}
+    if first.is_cuda:
+        # Tensor cores; products of BF16 operands are exact in float32 either way.
+        return _finished(torch.mm(first, second.t(), out_dtype=torch.float32), **options)
+    return float32_product(first.float(), second.float(), **options)
 
 
 def float32_product(
@@ -255,7 +317,13 @@ def float32_product(
     accumulate: Tensor | None = None,
 ) -> Tensor:
     """a b^T of float32 values by torch, then bias, then the cast; arguments as for `matmul`."""
-    product = a @ b.t()
+    return _finished(a @ b.t(), bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+
+
+def _finished(
+    product: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype, accumulate: Tensor | None
+) -> Tensor:
+    """A float32 product with what is added to it, in the dtype that is wanted."""
     if accumulate is not None:
         return accumulate.add_(product)
     if bias is not None:
