@@ -1,4 +1,4 @@
-"""Heat maps of a run's casts over its steps: scale, overflow, underflow; from its rows alone."""
+"""Heat maps of casts over steps: scale, overflow, underflow, SQNR if there; from rows alone."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def draw_casts(source: Path, figure: Path) -> Path:
 
 
 def table(rows: list[Row], names: list[str], key: str) -> Table:
-    """(casts, observed steps): a number of each, NaN where a cast was not observed."""
+    """(casts, observed steps): a number of each, NaN where a cast has none."""
     found = np.full((len(names), len(rows)), np.nan)
     for column, row in enumerate(rows):
         for place, name in enumerate(names):
-            if name in row["casts"]:
+            if key in row["casts"].get(name, {}):
                 found[place, column] = number(row["casts"][name][key])
     return found
 
@@ -71,7 +71,6 @@ def table(rows: list[Row], names: list[str], key: str) -> Table:
 def _draw(name: str, rows: list[Row], figure: Path) -> None:
     names = list(dict.fromkeys(cast for row in rows for cast in row["casts"]))
     height = max(3.0, 1.6 + _ROW * len(names))
-    picture, axes = plt.subplots(1, 3, figsize=(15, height), layout="constrained", sharey=True)
     with np.errstate(all="ignore"):
         scales = np.log2(table(rows, names, "scale"))
     panels: list[tuple[str, Table, Normalize]] = [
@@ -85,6 +84,11 @@ def _draw(name: str, rows: list[Row], figure: Path) -> None:
             for key in ("overflow", "underflow")
         ),
     ]
+    if any("sqnr_db" in cast for row in rows for cast in row["casts"].values()):
+        panels.append(("SQNR, dB", table(rows, names, "sqnr_db"), Normalize()))
+    picture, axes = plt.subplots(
+        1, len(panels), figsize=(5 * len(panels), height), layout="constrained", sharey=True
+    )
     for axis, (title, values, norm) in zip(axes, panels, strict=True):
         shares = isinstance(norm, LogNorm)
         hidden = ~np.isfinite(values) | ((values < SHOWN_FROM) & shares)

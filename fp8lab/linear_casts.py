@@ -7,7 +7,9 @@ by side and moves them on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8lab import ops
-from fp8lab.formats import Float8Format
 from fp8lab.linear_replay import recorder, replayed
 from fp8lab.ops_linear import Codes, Layouts, block_codes, tensor_codes
+from fp8lab.ops_telemetry import count_cast
 from fp8lab.recipes import (
     BlockScaling,
     CurrentScaling,
@@ -29,6 +31,8 @@ from fp8lab.recipes import (
     Scaling,
     StaticScaling,
 )
+
+Meter = Callable[[Tensor, Codes | None], None]  # what was cast, and its codes; None for BF16
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,10 @@ class OperandCast(RawBuffers):
     """How one operand of one layer is cast, with the state that this needs.
 
     Attributes:
-        observe: Whether the next casts fill `statistics` (which waits for a GPU).
-        statistics: Of the last observed cast.
+        observe: Whether the next casts are noted.
+        meter: Who is told of them (`fp8lab.telemetry` sets it); None fills `statistics`, which
+            waits for a GPU.
+        statistics: Of the last observed cast without a meter.
     """
 
     scale: Tensor
@@ -84,8 +90,9 @@ class OperandCast(RawBuffers):
         super().__init__()
         self.operand = operand
         self.observe = False
+        self.meter: Meter | None = None
         self.statistics: CastStatistics | None = None
-        self._inverse: tuple[tuple[int, int] | None, Tensor] | None = None
+        self._inverse: tuple[tuple[int, ...] | None, Tensor] | None = None
         scaling = operand.scaling
         if isinstance(scaling, StaticScaling):
             scale = torch.tensor(scaling.scale, dtype=torch.float32, device=device)
@@ -179,7 +186,7 @@ class OperandCast(RawBuffers):
         return squares or isinstance(policy, StaticScaling | CurrentScaling | DelayedScaling)
 
     def note(self, x: Tensor, codes: Codes | None) -> None:
-        """Fill `statistics` where `observe` asks for it.
+        """Tell `meter` what a cast did, or fill `statistics`, where `observe` asks for it.
 
         Args:
             x: What was cast.
@@ -187,13 +194,13 @@ class OperandCast(RawBuffers):
         """
         if not self.observe:
             return
-        x = x.detach().float()
-        if codes is None:
-            rounded = x.to(torch.bfloat16).to(torch.float32)
-            self.statistics = _statistics(x, None, rounded, None)
+        if self.meter is not None:
+            self.meter(x, codes)
             return
-        scale = 1.0 / codes.expanded_inverse() if codes.scale is None else codes.scale.expand_as(x)
-        self.statistics = _statistics(x, scale, codes.decoded(), self.operand.float8)
+        seen = count_cast(x, codes, sums=False)
+        self.statistics = CastStatistics(
+            seen.amax, seen.scale, seen.share("overflow"), seen.share("underflow")
+        )
 
     def _cast(
         self,
@@ -239,13 +246,17 @@ class OperandCast(RawBuffers):
             return pair
         key = version_of(self.scale)
         if self._inverse is None or key is None or self._inverse[0] != key:
-            self._inverse = (key, 1.0 / self.scale)
+            self._inverse = (key, self.scale.reciprocal())
         inverse = self._inverse[1]
         keep = recorder()
         if keep is not None:
             # A copy: the state may have moved on when the forward pass is done again.
             keep(self, (self.scale.clone(), inverse))
         return self.scale, inverse
+
+    def keep_inverse(self, inverse: Tensor) -> None:
+        """Take 1 / scale from whoever made it for the scale of now."""
+        self._inverse = (version_of(self.scale), inverse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Copies, not views of the model's flat state: what is kept stays as it is."""
@@ -255,42 +266,46 @@ class OperandCast(RawBuffers):
                 destination[prefix + name] = destination[prefix + name].clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_inverse": None}
+        # A copy is not watched.
+        return self.__dict__ | {"_inverse": None, "meter": None}
 
 
-def version_of(tensor: Tensor) -> tuple[int, int] | None:
+def version_of(tensor: Tensor) -> tuple[int, ...] | None:
     """What changes when a tensor does; None where that cannot be known.
 
     So for an inference tensor, which counts no changes; and while a CUDA graph is captured: what is
     derived from the tensor must be part of the graph, or a replay would use what was derived once.
+    Inside `one_capture` the capture's number is part of it: what was derived in this capture serves
+    all of it, and nothing else.
     """
-    if tensor.is_inference() or captured(tensor):
+    if tensor.is_inference():
         return None
-    return tensor.data_ptr(), tensor._version
+    if not captured(tensor):
+        return tensor.data_ptr(), tensor._version
+    return (_capture, tensor.data_ptr(), tensor._version) if _capture else None
+
+
+# The number of the capture that runs inside `one_capture`; 0 for none. For all threads: a backward
+# pass is captured from a thread of autograd's.
+_capture = 0
+_captures = itertools.count(1)
+
+
+@contextmanager
+def one_capture() -> Iterator[None]:
+    """Inside, what is captured is one step: weights and inverse scales are made once for it.
+
+    The captured work must begin with what it derives, as a step from its first forward pass on
+    does, and be replayed as a whole.
+    """
+    global _capture
+    before, _capture = _capture, next(_captures)
+    try:
+        yield
+    finally:
+        _capture = before
 
 
 def captured(tensor: Tensor) -> bool:
     """Whether what is computed from a tensor now goes into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _statistics(
-    x: Tensor, scale: Tensor | None, decoded: Tensor, fmt: Float8Format | None
-) -> CastStatistics:
-    """What a cast did; `scale` has x's shape; None for BF16, which reaches as far as float32."""
-    clipped = torch.zeros_like(x, dtype=torch.bool)
-    if scale is None or fmt is None:
-        scale = torch.ones_like(x)
-    else:
-        y = (x * scale).abs()
-        beyond = y >= fmt.overflow_edge if fmt.max_code % 2 else y > fmt.overflow_edge
-        clipped = x.isfinite() & beyond
-    filled = x != 0
-    lost = filled & (decoded == 0)
-    return CastStatistics(
-        amax=float(ops.amax(x.contiguous())),
-        # Blocks of zeros have scale 1, which says nothing.
-        scale=float(scale[filled].min()) if bool(filled.any()) else 1.0,
-        overflow=float(clipped.sum()) / max(x.numel(), 1),
-        underflow=float(lost.sum()) / max(float(filled.sum()), 1.0),
-    )

@@ -83,7 +83,9 @@ def _casts(rows: Sequence[Row], style: Style, most: int) -> Iterator[str]:
 
         names = sorted(names, key=loss)[:most]
     yield f"casts at step {observed[-1]['step']} (underflow over the last {_HISTORY} looks)"
-    lines = [("", "amax", "scale", "overflow", "underflow", "")]
+    asked = any("sqnr_db" in last[name] for name in names)
+    title = ("sqnr dB",) if asked else ()
+    lines: list[tuple[str, ...]] = [("", "amax", "scale", "overflow", "underflow", *title, "")]
     for name in names:
         cast = last[name]
         over, under = number(cast["overflow"]), number(cast["underflow"])
@@ -99,12 +101,17 @@ def _casts(rows: Sequence[Row], style: Style, most: int) -> Iterator[str]:
                 shown(number(cast["scale"])),
                 style.alarm(shown(over), over > 0),
                 style.warn(shown(under), under > 0.01),
+                *([_sqnr(cast)] if asked else []),
                 "".join(level(share, style) for share in history),
             )
         )
     yield from aligned(lines)
     if len(names) < len(last):
         yield f"  and {len(last) - len(names)} more, none worse"
+
+
+def _sqnr(cast: dict[str, Any]) -> str:
+    return f"{number(cast['sqnr_db']):.1f}" if "sqnr_db" in cast else "-"
 
 
 def events_of(rows: Sequence[Row]) -> Iterator[tuple[int, str]]:

@@ -49,8 +49,8 @@ def leaf_kernel(
         lanes = _lanes(address, start, n, unscale, INPUT, ALIGNED, HARDWARE, True)
     words = lanes.to(tl.int64, bitcast=True) & _MAGNITUDE64
     top = tl.max(words, axis=0)
-    upper, lower = _counted(lanes, top)
-    total = _total(tl.sum(upper, axis=0), tl.sum(lower, axis=0), top)
+    upper, lower = counted(lanes, top)
+    total = total_of(tl.sum(upper, axis=0), tl.sum(lower, axis=0), top)
     tl.store(leaves + leaf, total)
 
 
@@ -101,10 +101,10 @@ def norm_kernel(
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)
         terms = tl.load(leaves + place, mask=place < count, other=0)
-        upper, lower = _counted(terms, top)
+        upper, lower = counted(terms, top)
         uppers += upper
         lowers += lower
-    total = _total(tl.sum(uppers, axis=0), tl.sum(lowers, axis=0), top)
+    total = total_of(tl.sum(uppers, axis=0), tl.sum(lowers, axis=0), top)
     root = tl.sqrt(total).to(tl.float32)
     tl.store(norm, root)
     tl.store(skip, (top >= _INFINITY64).to(tl.int32))
@@ -126,7 +126,7 @@ def _exponent(top):
 
 
 @triton.jit
-def _counted(terms, top):
+def counted(terms, top):
     """Terms in units of 2**-60 of the largest one's binade: upper part and lower 30 bits."""
     scale = _power_of_two64(60 - _exponent(top))
     finite = (terms.to(tl.int64, bitcast=True) & _MAGNITUDE64) < _INFINITY64
@@ -135,7 +135,7 @@ def _counted(terms, top):
 
 
 @triton.jit
-def _total(upper, lower, top):
+def total_of(upper, lower, top):
     """The sum from its two integers; NaN or Inf where a term is one."""
     sum_of_both = upper.to(tl.float64) * _power_of_two64(top * 0 + 30) + lower.to(tl.float64)
     total = sum_of_both * _power_of_two64(_exponent(top) - 60)
