@@ -26,7 +26,7 @@ from fp8lab.formats import FORMATS
 from fp8lab.recipes import PRESETS, Recipe, recipe_from_json, recipe_from_toml, recipe_named
 
 if TYPE_CHECKING:
-    from fp8lab.training import TrainingConfig
+    from fp8lab.training_config import TrainingConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -191,6 +191,17 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         help="a factor on the loss; dynamic starts at 65536 and adapts (default 1)",
     )
     parser.add_argument(
+        "--exp-avg",
+        metavar="NAME",
+        help="format of AdamW's first moments: float32, bfloat16, e4m3_128_settle, ... (default"
+        " float32)",
+    )
+    parser.add_argument(
+        "--exp-avg-sq",
+        metavar="NAME",
+        help="of its second moments: float32, e4m3_128_keep, ... (default float32)",
+    )
+    parser.add_argument(
         "--master",
         metavar="NAME",
         help="master weights: float32, bfloat16_remainder, ... (default float32)",
@@ -234,13 +245,14 @@ def _add_explain(commands: Any) -> None:
 
 def _training_config(given: argparse.Namespace, recipe: Recipe, seed: int) -> TrainingConfig:
     from fp8lab.models import MlpConfig, TransformerConfig
-    from fp8lab.training import TrainingConfig
+    from fp8lab.training_config import TrainingConfig
 
     sizes = _given(given, ("context", "width", "layers", "heads"))
     if given.model == "mlp" and "heads" in sizes:
         raise UserError("--heads is given with --model mlp, which has none; leave it out")
-    names = ("steps", "batch", "device", "products", "microbatches", "master", "autocast")
-    settings = _given(given, (*names, "warmup", "peak_lr"))
+    names = ("steps", "batch", "device", "products", "microbatches", "autocast")
+    states = ("exp_avg", "exp_avg_sq", "master")
+    settings = _given(given, (*names, *states, "warmup", "peak_lr"))
     settings.setdefault("products", "codes" if given.device == "cuda" else "decoded")
     settings |= _loss_scale(given.loss_scale)
     model = replace(MlpConfig() if given.model == "mlp" else TransformerConfig(), **sizes)

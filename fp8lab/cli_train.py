@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from fp8lab.errors import UserError
 
 if TYPE_CHECKING:
     from fp8lab.resume import CheckpointPlan, FolderRun
-    from fp8lab.training import TrainingConfig
+    from fp8lab.training_config import TrainingConfig
 
 # What may be given beside --resume: all else is the run's own.
 _WITH_RESUME = ("checkpoint_every", "stop_after", "keep_last", "keep_best", "unchecked", "text")
@@ -50,16 +51,43 @@ def add_checkpoint_options(train: argparse.ArgumentParser) -> None:
         help="with --resume: skip the resume check (another machine gives other bits); else: record"
         " none",
     )
+    train.add_argument(
+        "--fallback",
+        nargs="?",
+        const="",
+        metavar="SETTINGS",
+        help="move a layer's role to BF16 when it looks bad, and back: overflow=0.001:after=2:"
+        "recover=10:window=5, see docs/watching.md (default: never; alone: the rule's defaults)",
+    )
+    train.add_argument(
+        "--keep",
+        metavar="NAMES",
+        help="sensitive layers that stay in BF16: first, last, head, embeddings or patterns, with"
+        " commas between",
+    )
+    train.add_argument(
+        "--telemetry",
+        action="store_true",
+        help="rows of observed steps also have SQNR, zeros and values that are not finite of each"
+        " cast, and norms and histograms of each parameter",
+    )
     train.set_defaults(train_parser=train)
 
 
 def start_training(given: argparse.Namespace, config: TrainingConfig) -> int:
     """Begin a run; returns the exit code."""
     from fp8lab.data import load_corpus
+    from fp8lab.fallback_run import fallback_from_text
     from fp8lab.resume import start_run
     from fp8lab.training import check_device
 
     check_device(config.device)
+    if given.fallback is not None:
+        config = replace(config, fallback=fallback_from_text(given.fallback))
+    if given.keep is not None:
+        config = replace(config, keep=tuple(given.keep.split(",")))
+    if given.telemetry:
+        config = replace(config, telemetry=True)
     plan = _plan(given)
     corpus = load_corpus(given.text)
     corpus.check_context(config.model.context)

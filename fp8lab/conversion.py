@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from fp8lab.conversion_names import nothing_matched, sensitive_layers
 from fp8lab.errors import UserError
 from fp8lab.linear import DTYPES, Fp8Linear, check_kernels, check_products
 from fp8lab.recipes import Recipe, recipe_named
@@ -52,6 +53,7 @@ def convert(
     *,
     include: str | Sequence[str] = "*",
     exclude: str | Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     smallest: int = MULTIPLE,
     products: str = "codes",
     strict: bool = False,
@@ -71,6 +73,9 @@ def convert(
             `include` must be left alone.
         include: Patterns, one of which a layer's name must match.
         exclude: Patterns that it must not match.
+        keep: Sensitive layers, which take the recipe "bf16" in place of yours: "first", "last",
+            "head", "embeddings" (`fp8lab.conversion_names` tells what these are in any model), or
+            patterns. What `include` does not choose stays as it was.
         smallest: The smallest dimension that is worth it.
         products: How the layers compute their products; see `fp8lab.linear.Fp8Linear`.
         strict: Whether a chosen layer that FP8 does not fit is an error.
@@ -93,7 +98,8 @@ def convert(
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     for pattern in (*rules, *without):
         if not any(fnmatchcase(name, pattern) for name in layers):
-            raise UserError(_nothing_matched(pattern, layers))
+            raise UserError(nothing_matched(pattern, layers))
+    kept = set(sensitive_layers(model, _patterns(keep, "keep")))
 
     chosen_recipes: dict[str, Recipe] = {}
     left: dict[str, str] = {}
@@ -101,13 +107,15 @@ def convert(
         found = _recipe_for(name, rules)
         if found is None or any(fnmatchcase(name, pattern) for pattern in without):
             continue
+        if name in kept:
+            found = _as_recipe("bf16")
         reason = why_not(layer, smallest)
         if reason is None:
             if products == "kernels":
                 check_kernels(layer.weight.device)
             chosen_recipes[name] = found
             continue
-        if strict or name in rules:
+        if (strict or name in rules) and name not in kept:
             raise UserError(
                 f"recipe {found.name!r} asks for FP8 in layer {name!r}, which cannot have it:"
                 f" {reason}; exclude the layer"
@@ -149,11 +157,34 @@ def restore(model: nn.Module) -> nn.Module:
     for layer in list(model.modules()):
         if isinstance(layer, Fp8Linear):
             del layer.casts
-            for name in ("recipe", "products", "label", "_cached", "_handle"):
+            own = ("recipe", "products", "label", "_cached", "_handle")
+            for name in (*own, "bf16_roles", "active_recipe"):
                 delattr(layer, name)
             layer.__class__ = nn.Linear  # type: ignore[assignment]
     if hasattr(model, _ATTRIBUTE):
         object.__delattr__(model, _ATTRIBUTE)
+    return model
+
+
+def keep_in_bf16(model: nn.Module, names: str | Sequence[str]) -> nn.Module:
+    """Give sensitive FP8 layers of a converted model the recipe "bf16", for good.
+
+    Args:
+        model: What `convert` made.
+        names: As `keep` of `convert`. What is no FP8 layer stays as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: A name or pattern that matches nothing. The model is as it was then.
+    """
+    chosen = set(sensitive_layers(model, _patterns(names, "keep")))
+    layers = dict(model.named_modules())
+    for name in (*chosen,):
+        layer = layers[name]
+        if isinstance(layer, Fp8Linear):
+            convert(model, "bf16", include=name, products=layer.products)
     return model
 
 
@@ -213,11 +244,3 @@ def _patterns(given: str | Sequence[str], argument: str) -> tuple[str, ...]:
         if not isinstance(pattern, str):
             raise UserError(f"{argument} holds {pattern!r}; accepted: patterns, as texts")
     return patterns
-
-
-def _nothing_matched(pattern: str, layers: Mapping[str, nn.Linear]) -> str:
-    if not layers:
-        return f"pattern {pattern!r} matches nothing: the model has no linear layer"
-    names = list(layers)
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"pattern {pattern!r} matches no linear layer; there are: {shown}"

@@ -110,7 +110,8 @@ def _freeze(layer: Fp8Linear) -> None:
     bias = layer.bias
     del layer.weight, layer.bias
     del layer.casts["weight"], layer.casts["grad_output"]
-    for name in ("_cached", "_handle"):
+    layer.recipe = layer.active_recipe  # roles in BF16 stay there
+    for name in ("_cached", "_handle", "bf16_roles", "active_recipe"):
         delattr(layer, name)
     layer.__class__ = FrozenFp8Linear  # type: ignore[assignment]
     layer.register_buffer("weight_codes", values.clone())

@@ -19,6 +19,7 @@ When what happens (`docs/training.md` tells why):
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8lab.errors import UserError
 from fp8lab.linear_casts import CastStatistics, OperandCast, version_of
 from fp8lab.linear_compiled import compiled_linear, register
-from fp8lab.linear_products import MODES, LinearFunction, Side, forward_products, sides
+from fp8lab.linear_products import (
+    MODES,
+    LinearFunction,
+    Side,
+    forward_products,
+    merge_amax,
+    note_as_fp8,
+    sides,
+    with_bf16_roles,
+)
 from fp8lab.linear_replay import in_backward, recompute_contexts, recorder, replayed
 from fp8lab.linear_state import (
     DelayedGroup,
@@ -82,6 +92,8 @@ class Fp8Linear(nn.Linear):
 
     Attributes:
         recipe, products: As given.
+        bf16_roles: The operands that are in BF16 for now, see `set_bf16_roles`.
+        active_recipe: The recipe in force: `recipe` but for the products that these enter.
         casts: The three `OperandCast`s, by role.
         label: Its name in the model that `fp8lab.convert` was given, for reports.
 
@@ -94,6 +106,8 @@ class Fp8Linear(nn.Linear):
     products: str
     casts: nn.ModuleDict
     label: str
+    bf16_roles: frozenset[str]
+    active_recipe: Recipe
 
     def __init__(
         self,
@@ -118,6 +132,7 @@ class Fp8Linear(nn.Linear):
         check_products(recipe, products)
         self.recipe, self.products = recipe, products
         self.label = ""
+        self.bf16_roles, self.active_recipe = frozenset(), recipe
         device = self.weight.device
         self.casts = nn.ModuleDict(
             {role: OperandCast(recipe.operand(role), device=device) for role in OPERANDS}
@@ -136,9 +151,7 @@ class Fp8Linear(nn.Linear):
             ValueError: Its last dimension is not K.
             UserError: Kernels are asked for, but x is where they do not run.
         """
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        rows = self._checked_rows(x)
+        rows = self.checked_rows(x)
         if torch.compiler.is_compiling():
             y = compiled_linear(rows, self.weight, self.bias, self, self._handle)
         elif torch.is_grad_enabled() and (
@@ -146,12 +159,34 @@ class Fp8Linear(nn.Linear):
         ):
             y = LinearFunction.apply(rows, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         else:
-            y, _ = forward_products(rows, self.weight, self.bias, self, {"forward": True})
+            y = forward_products(rows, self.weight, self.bias, self, {"forward": True})[0]
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """What is shown of it: sizes, recipe, and how its products are computed."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}, products={self.products}"
+        shown = f"{super().extra_repr()}, recipe={self.recipe.name}, products={self.products}"
+        roles = [role for role in OPERANDS if role in self.bf16_roles]
+        return f"{shown}, in BF16: {', '.join(roles)}" if roles else shown
+
+    def set_bf16_roles(self, roles: Iterable[str]) -> None:
+        """Move operands to BF16, and those that are not named back, between two steps.
+
+        Every product that an operand in BF16 enters takes both of its operands in BF16; the others
+        stay in FP8. Delayed scaling goes on recording the amax of an operand in BF16, so that its
+        scale is the present one when it returns, and an observed cast of it shows what FP8 would
+        have done. A forward pass keeps its form for its backward pass. Under torch.compile the
+        layer is compiled anew.
+
+        Raises:
+            UserError: A role that there is not.
+        """
+        chosen = frozenset(roles)
+        for role in sorted(chosen - set(OPERANDS)):
+            raise UserError(f"role {role!r}: accepted: {', '.join(OPERANDS)}")
+        if chosen != self.bf16_roles:
+            self.bf16_roles = chosen
+            self.active_recipe = with_bf16_roles(self.recipe, chosen)
+            self._cached = None
 
     def cast_of(self, role: str) -> OperandCast:
         """The cast of "input", "weight" or "grad_output"."""
@@ -173,28 +208,30 @@ class Fp8Linear(nn.Linear):
         """Cast the weight again at its next use, whatever torch knows of it."""
         self._cached = None
 
-    def weight_sides(self, weight: Tensor) -> dict[str, Side]:
-        """The weight as its products take it, cast when it changed.
+    def weight_sides(self, weight: Tensor) -> tuple[Recipe, dict[str, Side]]:
+        """The recipe in force, and the weight as its products take it, cast when it changed.
 
         All layouts are made at once, so that its codes do not depend on who asks first.
         """
         kept = replayed(self)
         if kept is not None:
-            again: dict[str, Side] = kept
+            again: tuple[Recipe, dict[str, Side]] = kept
             return again
         record = self.records
         cached = self._weight_codes(weight, record)
         if record:
             cached.record(self.cast_of("weight"))
+        found = self.active_recipe, cached.sides
         keep = recorder()
         if keep is not None:
-            keep(self, cached.sides)
-        return cached.sides
+            keep(self, found)
+        return found
 
     def weight_codes(self, weight: Tensor) -> tuple[Side, Codes | None]:
         """The weight as the forward product takes it, and its codes where it is FP8 there."""
         cached = self._weight_codes(weight, False)
-        return cached.sides["forward"], cached.plain if self.recipe.in_fp8("forward") else None
+        fp8 = self.active_recipe.in_fp8("forward")
+        return cached.sides["forward"], cached.plain if fp8 else None
 
     def _weight_codes(self, weight: Tensor, record: bool) -> WeightCodes:
         cast = self.cast_of("weight")
@@ -202,8 +239,11 @@ class Fp8Linear(nn.Linear):
         state = _state_of(weight, cast)
         if cached is None or state is None or cached.state != state:
             cached = self._cached = self._cast_weight(cast, weight, state, record)
-        elif cast.observe:
+        elif cast.observe and cached.plain is not None:
             cast.note(weight, cached.plain)
+        elif cast.observe:
+            fp8 = [name for name in ("forward", "data_grad") if self.recipe.in_fp8(name)]
+            note_as_fp8(cast, weight, "weight", fp8)
         return cached
 
     def _cast_weight(
@@ -215,12 +255,13 @@ class Fp8Linear(nn.Linear):
         found, plain = sides(
             cast,
             weight,
-            self.recipe,
+            self.active_recipe,
             "weight",
             {"forward": True, "data_grad": True},
             self.products,
             record=record,
             amax_out=amax,
+            configured=self.recipe,
         )
         return WeightCodes(state, found, plain, amax)
 
@@ -228,8 +269,10 @@ class Fp8Linear(nn.Linear):
     def _bias_needs_grad(self) -> bool:
         return self.bias is not None and self.bias.requires_grad
 
-    def _checked_rows(self, x: Tensor) -> Tensor:
-        """x as (rows, K), or an error that says what it should be."""
+    def checked_rows(self, x: Tensor) -> Tensor:
+        """x as (rows, K), under autocast in its dtype; or an error that says what x should be."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         check_dtype(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; accepted: (..., {self.in_features})")
@@ -265,8 +308,7 @@ class WeightCodes:
     def record(self, cast: OperandCast) -> None:
         """Merge the amax into slot 0 of the history, once for each cast of the weight."""
         if self.amax is not None:
-            slot = cast.amax_history[:1].view(torch.int32)
-            torch.maximum(slot, self.amax.view(torch.int32), out=slot)
+            merge_amax(cast.amax_history[:1], self.amax)
             self.amax = None
 
 

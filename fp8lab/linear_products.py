@@ -10,9 +10,9 @@ the weight gradient transposed, and w the data gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp8lab import ops
 from fp8lab.linear_casts import OperandCast
 from fp8lab.observe import at
 from fp8lab.ops_linear import (
@@ -30,7 +31,7 @@ from fp8lab.ops_linear import (
     matmul,
     through_kernels,
 )
-from fp8lab.recipes import PRODUCT_OPERANDS, Recipe
+from fp8lab.recipes import PRODUCT_OPERANDS, NoScaling, Recipe
 
 if TYPE_CHECKING:
     from fp8lab.linear import Fp8Linear
@@ -56,6 +57,21 @@ class Side:
     block: Block | None = None
 
 
+@cache
+def with_bf16_roles(recipe: Recipe, roles: frozenset[str]) -> Recipe:
+    """The recipe in force while some operands are in BF16.
+
+    Every product that one of them enters multiplies BF16 operands, both of them; the other products
+    stay as they are. Formats and policies stay too: scaling state goes on.
+    """
+    left = {
+        name: replace(recipe.product(name), fp8=False)
+        for name, operands in PRODUCT_OPERANDS.items()
+        if any(role in roles for role, _ in operands)
+    }
+    return replace(recipe, **left) if left else recipe  # type: ignore[arg-type]
+
+
 def sides(
     cast: OperandCast,
     x: Tensor,
@@ -67,30 +83,40 @@ def sides(
     record: bool,
     amax_out: Tensor | None = None,
     amax: Tensor | None = None,
+    configured: Recipe | None = None,
 ) -> tuple[dict[str, Side], Codes | None]:
     """An operand as each of its wanted products takes it, each cast made once.
 
     Args:
         cast: The operand's cast.
         x: (rows, columns), of any of the input types.
-        recipe, role: What the operand is.
+        recipe: The one in force.
+        role: What the operand is.
         wanted: Which products will be computed.
         mode: One of `MODES`.
         record, amax_out, amax: As for `OperandCast.cast`.
+        configured: The layer's own recipe, where that is another: what it has in FP8 and `recipe`
+            has not is recorded and observed as if it were.
 
     Returns:
         By product; and the codes of x as it is, if they were made.
     """
     places = _places(role)
     fp8 = {name for name in places if wanted.get(name) and recipe.in_fp8(name)}
+    would = {name for name in places if wanted.get(name) and (configured or recipe).in_fp8(name)}
     found: dict[str, Side] = {}
     for name, transposed in places.items():
         if wanted.get(name) and name not in fp8:
             rounded = x.detach().to(torch.bfloat16)
             found[name] = Side(rounded.t() if transposed else rounded)
     if not fp8:
-        cast.note(x, None)
+        if cast.observe:
+            note_as_fp8(cast, x, role, would, record=record, amax_out=amax_out, amax=amax)
+        elif _records(cast, places, would):
+            _record_amax(cast, x, role, record, amax_out)
         return found, None
+    if _records(cast, places, would - fp8) and not (_records(cast, places, fp8) or cast.observe):
+        _record_amax(cast, x, role, record, amax_out)
     need_plain = any(not places[name] for name in fp8)
     need_other = any(places[name] for name in fp8)
     decode = mode == "decoded"
@@ -122,6 +148,56 @@ def sides(
         assert codes is not None
         found[name] = Side(codes.codes, codes.inverse, codes.block)
     return found, plain
+
+
+def note_as_fp8(
+    cast: OperandCast,
+    x: Tensor,
+    role: str,
+    would: Collection[str],
+    *,
+    record: bool = False,
+    amax_out: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> None:
+    """Observe an operand that is in BF16 now, as the FP8 of its recipe would cast it.
+
+    Args:
+        cast, x, role: As for `sides`.
+        would: The products that it would enter in FP8; of none, it is observed as BF16.
+        record, amax_out, amax: As for `OperandCast.cast`.
+    """
+    codes = None
+    if would and not isinstance(cast.operand.scaling, NoScaling):
+        with at(role):
+            codes = cast.cast(
+                x, transposed=False, record=record, amax_out=amax_out, amax=amax
+            ).plain
+    cast.note(x, codes)
+
+
+def merge_amax(slot: Tensor, amax: Tensor) -> None:
+    """The larger of two amaxes by their bits, in place, as casts merge them: NaN and Inf stay."""
+    words = slot.view(torch.int32)
+    torch.maximum(words, amax.view(torch.int32).reshape(words.shape), out=words)
+
+
+def _records(cast: OperandCast, places: Mapping[str, bool], names: set[str]) -> bool:
+    """Whether a cast for these products is one whose amax delayed scaling records."""
+    if cast.delayed is None:
+        return False
+    return any(cast.operand.transposed is None or not places[name] for name in names)
+
+
+def _record_amax(
+    cast: OperandCast, x: Tensor, role: str, record: bool, amax_out: Tensor | None
+) -> None:
+    """Record the amax of an operand that is not cast, so that its scale is right on its return."""
+    if amax_out is None and not record:
+        return
+    with at(role):
+        amax = ops.amax(x.detach().contiguous())
+    merge_amax(cast.amax_history[:1] if amax_out is None else amax_out, amax)
 
 
 @cache
@@ -167,7 +243,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear) -> Any:
         need_x, need_weight, ctx.need_bias = ctx.needs_input_grad[:3]
         wanted = {"forward": True, "data_grad": need_x, "weight_grad": need_weight}
-        y, kept = forward_products(x, weight, bias, layer, wanted)
+        y, kept, ctx.recipe = forward_products(x, weight, bias, layer, wanted)
         data, other = kept.get("data_grad"), kept.get("weight_grad")
         ctx.save_for_backward(*_tensors(data), *_tensors(other))
         ctx.blocks = (data.block if data else None, other.block if other else None)
@@ -186,7 +262,7 @@ class LinearFunction(torch.autograd.Function):
             values, inverse = saved[2 * place : 2 * place + 2]
             if values is not None:
                 kept[name] = Side(values, inverse, ctx.blocks[place])
-        dx, dw = backward_products(grad_output, kept, ctx.weight, ctx.layer, ctx.dtypes)
+        dx, dw = backward_products(grad_output, kept, ctx.weight, ctx.layer, ctx.dtypes, ctx.recipe)
         db = None
         if ctx.need_bias:
             db = grad_output.sum(0, dtype=torch.float32).to(ctx.dtypes[2])
@@ -200,8 +276,8 @@ def forward_products(
     layer: Fp8Linear,
     wanted: Mapping[str, bool],
     amax: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Side]]:
-    """y, and what the backward pass takes of x and w, by product.
+) -> tuple[Tensor, dict[str, Side], Recipe]:
+    """y; what the backward pass takes of x and w, by product; and the recipe in force.
 
     Args:
         x: (rows, K). weight: (N, K). bias: (N,) or None.
@@ -209,9 +285,8 @@ def forward_products(
         wanted: Which products will be computed.
         amax: x's, where it is known already.
     """
-    recipe = layer.recipe
     with computing(layer.products), at(layer):
-        w_sides = layer.weight_sides(weight)
+        recipe, w_sides = layer.weight_sides(weight)
         x_sides, _ = sides(
             layer.cast_of("input"),
             x,
@@ -221,6 +296,7 @@ def forward_products(
             layer.products,
             record=layer.records,
             amax=amax,
+            configured=layer.recipe,
         )
         y = product(
             recipe, "forward", x_sides["forward"], w_sides["forward"], bias=bias, out_dtype=x.dtype
@@ -230,7 +306,7 @@ def forward_products(
         kept["data_grad"] = w_sides["data_grad"]
     if wanted.get("weight_grad"):
         kept["weight_grad"] = x_sides["weight_grad"]
-    return y, kept
+    return y, kept, recipe
 
 
 def backward_products(
@@ -239,6 +315,7 @@ def backward_products(
     weight: Tensor | None,
     layer: Fp8Linear,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    recipe: Recipe,
     amax: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx and dw; dw is None where it was added to the weight's `main_grad`.
@@ -249,9 +326,9 @@ def backward_products(
         weight: The parameter, for its `main_grad`.
         layer: The layer.
         dtypes: Of x, weight and bias.
+        recipe: The one that was in force in the forward pass.
         amax: dy's, where it is known already.
     """
-    recipe = layer.recipe
     wanted = {name: name in kept for name in ("data_grad", "weight_grad")}
     dx = dw = None
     with computing(layer.products), at(layer):
@@ -264,6 +341,7 @@ def backward_products(
             layer.products,
             record=layer.training,
             amax=amax,
+            configured=layer.recipe,
         )
         if wanted["data_grad"]:
             dx = product(

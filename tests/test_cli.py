@@ -290,6 +290,9 @@ def test_a_mistake_of_the_parser_is_one_line(capsys: pytest.CaptureFixture[str])
         (["train", "--recipe", "fp4"], ["unknown policy 'fp4'"]),
         (["train", "--seed", "9" * 30], ["seed is 999"]),
         (["train", "--seed", "-1"], ["seed is -1; accepted: 0 to"]),
+        (["train", "--exp-avg", "fp4"], ["exp_avg is 'fp4'; accepted: float32, ", "e4m3_128"]),
+        (["sweep", "--exp-avg-sq", "e3m4"], ["exp_avg_sq is 'e3m4'; accepted: float32, "]),
+        (["train", "--master", "half"], ["master is 'half'; accepted: float32, bfloat16_remain"]),
         (["plot", "nowhere"], ["cannot read rows from nowhere"]),
     ],
 )
@@ -355,6 +358,27 @@ def test_a_training_run_by_recipe_file(tmp_path: Path, capsys: pytest.CaptureFix
     again = tmp_path / "again"
     assert main([*arguments[:6], str(again), *SIZES]) == 0
     assert [*map(without_time, read_rows(again / "metrics.jsonl"))] == [*map(without_time, rows)]
+
+
+def test_optimizer_states_by_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = {
+        "exp_avg": "e4m3_128_settle",
+        "exp_avg_sq": "e4m3_128_keep",
+        "master": "bfloat16_remainder",
+    }
+    out = tmp_path / "run"
+    given = [part for name, fmt in states.items() for part in (f"--{name.replace('_', '-')}", fmt)]
+    short = ["--recipe", "tensorwise", "--steps", "2", "--stop-after", "1", "--out", str(out)]
+    assert main(["train", *short, *given, *SIZES]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert states.items() <= config.items()
+    assert main(["checkpoint", "inspect", "--tensors", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for kind in ("exp_avg_scale", "remainder", "float8_e4m3fn", "int16", "bfloat16"):
+        assert kind in shown
+    refused(capsys, ["train", "--resume", str(out), *given[:2]], "leave out --exp-avg")
+    assert main(["train", "--resume", str(out)]) == 0
+    assert len(read_rows(out / "metrics.jsonl")) == 2
 
 
 def test_info_shows_versions_and_formats(capsys: pytest.CaptureFixture[str]) -> None:
