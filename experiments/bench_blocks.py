@@ -3,9 +3,11 @@
     python -m fp8lab.experiments.bench_blocks [--out FOLDER] [--model] [--rounds N] [--only A,B]
 
 Four blocks, 2 x 4096 tokens, forward and backward; with --model a whole byte model of 1.1 billion
-parameters with clip and AdamW, too. All variants are compiled and warmed up first. A round times
-each of them once, one after the other, so that clocks and heat are shared; what is reported is the
-median of the rounds, and the median of the ratios to BF16 within a round. Then steps of each go
+parameters with clip and AdamW, too. All variants are compiled and warmed up first, and each is
+timed as the host issues it and as a CUDA graph of its whole step (`graph` in its rows). A round
+times each of them once, one after the other, so that clocks and heat are shared; what is reported
+is the median of the rounds, and the median of the ratios to BF16 of the same kind within a round.
+(The whole model's two kinds have rounds of their own: both do not fit.) Then steps of each graph go
 through torch's profiler: where the time goes. Rows go to FOLDER/blocks.jsonl.
 """
 
@@ -16,7 +18,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,16 +33,18 @@ from fp8lab.records import Row, environment, to_json, write_atomically
 
 BASELINE = "torch bf16"
 STEPS = 3  # timed together
-WARM_UP = 3
+WARM_UP = 4  # with which our graph of a model is captured
+KINDS_OF_STEP = (False, True)  # without a CUDA graph, and as one
 MODEL = Shape(layers=5)  # with embedding and head 1.1 billion parameters
 # Kernels by name: the first that matches; the rest is norms, activations, rotary positions, sums.
 KINDS = (
     ("attention", r"flash|fmha|sdpa|attention"),
     ("product", r"nvjet|gemm|cutlass|^matmul_kernel|cublas"),
-    ("cast", r"quantize|amax|scale_from|update_delayed"),
+    ("cast", r"quantize|amax|scale_from|update_delayed|swiglu"),
     ("optimizer", r"adam|leaf_kernel|norm_kernel|constants_kernel|multi_tensor"),
 )
 Step = Callable[[], Any]
+Steps = dict[tuple[str, bool], Step]  # by variant, and whether it is a graph
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,24 +96,32 @@ def chosen_variants(only: str | None) -> list[Variant]:
 def measure(chosen: list[Variant], *, rounds: int, model: bool) -> Iterator[Row]:
     """The blocks, then the whole model where it is asked for."""
     yield from run_group("blocks", chosen, Shape(), blocks_step, rounds)
-    if model:
+    for graph in KINDS_OF_STEP if model else ():
         gc.collect()
         torch.cuda.empty_cache()
-        yield from run_group("model", chosen, MODEL, model_step, rounds)
+        yield from run_group("model", chosen, MODEL, model_step, rounds, (graph,))
 
 
 def run_group(
     title: str,
     chosen: list[Variant],
     shape: Shape,
-    make: Callable[[Variant, Shape], Step],
+    make: Callable[..., Step],
     rounds: int,
+    kinds: Sequence[bool] = KINDS_OF_STEP,
 ) -> Iterator[Row]:
-    """Prepare all, time all, then account for all."""
-    steps = {variant.name: prepared(make(variant, shape)) for variant in chosen}
+    """Prepare all, time all, then account for each variant: as a graph where there is one."""
+    # Graphs run one after the other, so that they may share what memory they do not keep.
+    pool = torch.cuda.graph_pool_handle()
+    steps = {
+        (variant.name, graph): prepared(make(variant, shape, graph=graph, pool=pool))
+        for variant in chosen
+        for graph in kinds
+    }
     yield from timed(title, steps, shape, rounds)
-    for name, step in steps.items():
-        yield {"group": title, "variant": name, "account": account(step)}
+    for (name, graph), step in steps.items():
+        if graph == kinds[-1]:
+            yield {"group": title, "variant": name, "graph": graph, "account": account(step)}
 
 
 def prepared(step: Step) -> Step:
@@ -120,19 +132,21 @@ def prepared(step: Step) -> Step:
     return step
 
 
-def timed(title: str, steps: dict[str, Step], shape: Shape, rounds: int) -> Iterator[Row]:
-    """Interleaved rounds: one row a variant."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def timed(title: str, steps: Steps, shape: Shape, rounds: int) -> Iterator[Row]:
+    """Interleaved rounds: one row a variant and kind."""
+    times: dict[tuple[str, bool], list[float]] = {key: [] for key in steps}
     for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(_milliseconds(step))
-    for name, found in times.items():
-        ratios = [base / own for base, own in zip(times[BASELINE], found, strict=True)]
+        for key, step in steps.items():
+            times[key].append(_milliseconds(step))
+    for (name, graph), found in times.items():
+        base = times[BASELINE, graph]
+        ratios = [one / own for one, own in zip(base, found, strict=True)]
         middle = statistics.median(found)
-        hosts = [_host_milliseconds(steps[name]) for _ in range(3)]
+        hosts = [_host_milliseconds(steps[name, graph]) for _ in range(3)]
         yield {
             "group": title,
             "variant": name,
+            "graph": graph,
             "shape": asdict(shape),
             "ms": round(middle, 3),
             "ms_range": [round(min(found), 3), round(max(found), 3)],
@@ -197,7 +211,8 @@ def kind_of(kernel: str) -> str:
 
 def line_of(row: Row) -> str:
     """A row for people."""
-    head = f"{row['group']:<7} {row['variant']:<20}"
+    kind = "graph" if row["graph"] else "host"
+    head = f"{row['group']:<7} {row['variant']:<20} {kind:<5}"
     if "account" in row:
         parts = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["account"]["ms"].items())
         return f"{head} {parts} ms"

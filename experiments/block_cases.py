@@ -14,8 +14,10 @@ from torch.nn import functional
 
 import fp8lab
 from fp8lab.gradients import UpdateStep
+from fp8lab.graphs import GraphedStep, captured_call
 from fp8lab.linear import advance_scaling, forget_weights
 from fp8lab.optimizer import AdamW
+from fp8lab.swiglu import swiglu_linear
 
 VOCABULARY = 256  # bytes
 
@@ -63,6 +65,7 @@ class Block(nn.Module):
         self.norm2 = nn.RMSNorm(shape.hidden, eps=1e-5)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, False)
         self.down = nn.Linear(shape.ffn, shape.hidden, False)
+        self.fused = False  # SwiGLU with the casts around it
         rates = 500000.0 ** -(torch.arange(0, self.size, 2) / self.size)
         angles = torch.outer(torch.arange(shape.length), rates)
         self.register_buffer("cosines", angles.cos(), persistent=False)
@@ -71,8 +74,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x and the result are (batch, length, hidden)."""
         x = x + self.out(self._attention(self.qkv(self.norm1(x))))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        y: Tensor = x + self.down(functional.silu(gate) * up)
+        return x + self._feed_forward(self.norm2(x))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return swiglu_linear(self.gate_up, self.down, x)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        y: Tensor = self.down(functional.silu(gate) * up)
         return y
 
     def _attention(self, qkv: Tensor) -> Tensor:
@@ -119,15 +127,17 @@ class Variant:
     Attributes:
         stack: "torch" (BF16), "torchao" or "fp8lab".
         recipe: That stack's name of it.
+        fused: Whether SwiGLU is fused with the casts around it; fp8lab's.
     """
 
     stack: str
     recipe: str
+    fused: bool = False
 
     @property
     def name(self) -> str:
         """What rows call it."""
-        return f"{self.stack} {self.recipe}"
+        return f"{self.stack} {self.recipe}{' fused' if self.fused else ''}"
 
     def missing(self) -> str | None:
         """Why it cannot be timed here; None where it can."""
@@ -139,6 +149,9 @@ class Variant:
         """Turn the linear layers of a model's blocks into its own."""
         if self.stack == "fp8lab":
             fp8lab.convert(model, self.recipe, include="*blocks.*")
+            for module in model.modules():
+                if isinstance(module, Block):
+                    module.fused = self.fused
         elif self.stack == "torchao":
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -156,16 +169,33 @@ VARIANTS = (
     Variant("fp8lab", "tensorwise"),
     Variant("fp8lab", "delayed"),
     Variant("fp8lab", "blockwise"),
+    Variant("fp8lab", "delayed", fused=True),
+    Variant("fp8lab", "blockwise", fused=True),
 )
 
 
 def blocks_step(
-    variant: Variant, shape: Shape, *, device: str = "cuda", compiled: bool = True
+    variant: Variant,
+    shape: Shape,
+    *,
+    device: str = "cuda",
+    compiled: bool = True,
+    graph: bool = False,
+    pool: Any = None,
 ) -> Callable[[], Any]:
     """Forward and backward of the blocks alone, bfloat16; weights are cast anew in every step.
 
-    The step returns the input's gradient.
+    The step returns the input's gradient. With `graph` it replays a CUDA graph of itself, whose
+    memory is of the pool `pool`.
     """
+    _, step = blocks_and_step(variant, shape, device=device, compiled=compiled)
+    return captured_call(step, pool=pool) if graph else step
+
+
+def blocks_and_step(
+    variant: Variant, shape: Shape, *, device: str = "cuda", compiled: bool = True
+) -> tuple[nn.Module, Callable[[], Any]]:
+    """The blocks, and the step of `blocks_step` without a graph."""
     torch.manual_seed(0)
     with torch.device(device):
         model = nn.ModuleDict({"blocks": nn.ModuleList(Block(shape) for _ in range(shape.layers))})
@@ -191,15 +221,21 @@ def blocks_step(
             forget_weights(model)  # as after an optimizer's step
         return x.grad
 
-    return step
+    return model, step
 
 
 def model_step(
-    variant: Variant, shape: Shape, *, device: str = "cuda", compiled: bool = True
+    variant: Variant,
+    shape: Shape,
+    *,
+    device: str = "cuda",
+    compiled: bool = True,
+    graph: bool = False,
+    pool: Any = None,
 ) -> Callable[[], Any]:
     """A whole step of a byte model, float32 masters under autocast, clip and AdamW included.
 
-    The step returns the loss before it.
+    The step returns the loss before it; `graph` and `pool` are as for `blocks_step`.
     """
     torch.manual_seed(0)
     with torch.device(device):
@@ -209,7 +245,7 @@ def model_step(
     if compiled:
         _compile(model.blocks)
 
-    def loss() -> Tensor:
+    def loss(tokens: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
             logits = model(tokens)
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
@@ -217,17 +253,24 @@ def model_step(
     if variant.stack == "fp8lab":
         optimizer: Any = AdamW(model.parameters(), lr=1e-4, capturable=True)
         update = UpdateStep(model, optimizer, clip_norm=1.0)
-        return partial(_our_step, loss, update)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return partial(_torch_step, loss, optimizer, list(model.parameters()))
+        graphed = GraphedStep(loss, update, pool=pool) if graph else None
+        return partial(_our_step, loss, update, tokens, graphed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=graph)
+    step = partial(_torch_step, partial(loss, tokens), optimizer, list(model.parameters()))
+    return captured_call(step, pool=pool) if graph else step
 
 
-def _our_step(loss: Callable[[], Tensor], update: UpdateStep) -> Tensor:
-    update.zero_grad()
-    before = loss()
-    update.backward(before)
+def _our_step(
+    loss: Callable[[Tensor], Tensor],
+    update: UpdateStep,
+    tokens: Tensor,
+    graphed: GraphedStep | None,
+) -> Tensor:
+    if graphed is not None:
+        return graphed(tokens)[0]
+    before = update.accumulate(loss, [tokens])
     update()
-    return before.detach()
+    return before
 
 
 def _torch_step(

@@ -13,7 +13,8 @@ waited for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -112,11 +113,12 @@ class LossScaler(nn.Module):
         self.skipped_steps += skipped
         if not self.dynamic:
             return
-        good = torch.where(skipped, 0, self.good_steps + 1)
+        good = (self.good_steps + 1).masked_fill(skipped, 0)
         full = good == self.interval
-        factor = torch.where(skipped, self.backoff, torch.where(full, self.growth, 1.0))
+        factor = torch.ones_like(self.scale).masked_fill(full, self.growth)
+        factor = factor.masked_fill(skipped, self.backoff)
         self.scale.copy_((self.scale * factor).clamp(self.smallest, self.largest))
-        self.good_steps.copy_(torch.where(full, 0, good))
+        self.good_steps.copy_(good.masked_fill(full, 0))
 
 
 class UpdateStep:
@@ -165,6 +167,47 @@ class UpdateStep:
         """Add the scaled gradients of a loss to those that are there."""
         self.scaler(loss).backward()
 
+    def accumulate(
+        self, loss: Callable[..., Tensor], inputs: Sequence[Tensor], microbatches: int = 1
+    ) -> Tensor:
+        """Gradients of a batch, part after part, in place of those that were there.
+
+        Args:
+            loss: Of a part of the inputs, a scalar; the mean over parts is that of the batch.
+            inputs: Tensors whose first dimension is the batch.
+            microbatches: How many parts of one size it is cut into.
+
+        Returns:
+            The batch's loss: 0-d, without a gradient.
+        """
+        self.zero_grad()
+        losses = []
+        size = len(inputs[0]) // microbatches
+        for start in range(0, size * microbatches, size):
+            part = loss(*(own[start : start + size] for own in inputs))
+            self.backward(part / microbatches)
+            losses.append(part.detach())
+        return torch.stack(losses).mean()
+
+    def place_gradients(self) -> Any:
+        """Make ready what a CUDA graph of a call reads of the gradients that are there now.
+
+        Returns:
+            What must live as long as the graph.
+
+        Raises:
+            UserError: No parameter has a gradient.
+        """
+        kept = self._norm.place(self._all_gradients())
+        self.place_optimizer()
+        return kept
+
+    def place_optimizer(self) -> None:
+        """The optimizer's part of `place_gradients`; `layout` tells whether it is the last one."""
+        optimizer: Any = self.optimizer
+        with self._lent():
+            optimizer.place_gradients()
+
     @torch.no_grad()
     def __call__(self) -> GradientSummary:
         """Take the step; gradients stay as they are, or None.
@@ -175,9 +218,7 @@ class UpdateStep:
         Raises:
             UserError: No parameter has a gradient.
         """
-        grads = list(self._gradients())
-        if not grads:
-            raise UserError("no parameter has a gradient; call `backward` with a loss first")
+        grads = self._all_gradients()
         note_model(self.model)
         summary = self._norm(grads, inverse_scale=self.scaler.inverse_scale)
         finite = amax_is_finite(self.model)
@@ -185,17 +226,20 @@ class UpdateStep:
             summary = GradientSummary(
                 summary.norm, summary.skip | (~finite).to(torch.int32), summary.factor
             )
-        self._update(summary)
+        with self._lent():
+            self._step(summary)
         advance_scaling(self.model, skip=summary.skip)
         self.scaler.update(summary.skip)
         return summary
 
-    def _update(self, summary: GradientSummary) -> None:
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Inside, a parameter's `main_grad` is its gradient, too: what the optimizer looks at."""
         lent = [param for param in self._parameters() if hasattr(param, "main_grad")]
         for param in lent:
             param.grad = param.main_grad
         try:
-            self._step(summary)
+            yield
         finally:
             for param in lent:
                 param.grad = None
@@ -222,6 +266,12 @@ class UpdateStep:
     def _parameters(self) -> Iterator[Any]:
         for group in self.optimizer.param_groups:
             yield from group["params"]
+
+    def _all_gradients(self) -> list[Tensor]:
+        grads = list(self._gradients())
+        if not grads:
+            raise UserError("no parameter has a gradient; call `backward` with a loss first")
+        return grads
 
     def _gradients(self) -> Iterator[Tensor]:
         """Of each parameter its `main_grad` where it has one, else its gradient if it has that."""

@@ -42,13 +42,19 @@ class DelayedGroup:
         if casts != self.casts:
             return False
         scale, history = self.scale.data_ptr(), self.amax_history.data_ptr()
-        return all(
-            cast.scale._base is self.scale
-            and cast.amax_history._base is self.amax_history
-            and cast.scale.data_ptr() == scale + 4 * place
-            and cast.amax_history.data_ptr() == history + 4 * place
-            for place, cast in enumerate(casts)
-        )
+        for place, cast in enumerate(casts):
+            # Past nn.Module's way to find an attribute: a step looks at every cast of a model.
+            own_scale, own_history = cast._buffers["scale"], cast._buffers["amax_history"]
+            if (
+                own_scale is None
+                or own_history is None
+                or own_scale._base is not self.scale
+                or own_history._base is not self.amax_history
+                or own_scale.data_ptr() != scale + 4 * place
+                or own_history.data_ptr() != history + 4 * place
+            ):
+                return False
+        return True
 
     def advance(self, *, group_amax: Tensor | None = None) -> None:
         """One step of every cast; see `fp8lab.emulation.scaling.update_delayed`."""
@@ -62,6 +68,15 @@ class DelayedGroup:
                 power_of_two=self.policy.power_of_two,
                 group_amax=group_amax,
             )
+        self.make_inverses()
+
+    def make_inverses(self) -> None:
+        """Make 1 / scale of every cast at once, for the casts that come."""
+        # Beside each other as the scales are, but each where a kernel likes it, at 16 bytes.
+        inverses = self.scale.new_empty((len(self.casts), 4))
+        torch.reciprocal(self.scale, out=inverses[:, 0])
+        for cast, inverse in zip(self.casts, inverses[:, 0].unbind(), strict=True):
+            cast.keep_inverse(inverse)
 
 
 def operand_casts(model: nn.Module) -> Iterator[tuple[str, OperandCast]]:
@@ -71,10 +86,26 @@ def operand_casts(model: nn.Module) -> Iterator[tuple[str, OperandCast]]:
             yield name.replace(".casts.", ".").removeprefix("casts."), module
 
 
+def _casts(model: nn.Module) -> list[OperandCast]:
+    """Those of `operand_casts`, without their names, which take most of the time."""
+    found: list[OperandCast] = []
+    seen: set[nn.Module] = set()
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, OperandCast):
+            found.append(module)
+        left.extend(reversed(module._modules.values()))
+    return found
+
+
 def delayed_groups(model: nn.Module) -> list[DelayedGroup]:
     """The delayed state of a model, laid out flat; made anew when its buffers were replaced."""
     members: dict[tuple[DelayedScaling, str, torch.device], list[OperandCast]] = {}
-    for _, cast in operand_casts(model):
+    for cast in _casts(model):
         if cast.delayed is not None:
             key = (cast.delayed, cast.operand.format, cast.scale.device)
             members.setdefault(key, []).append(cast)

@@ -3,7 +3,9 @@
 The transformer is GPT-like: pre-norm blocks with learned positions, in float32 but for what a
 recipe does to the linear layers inside the blocks (four a block: qkv, proj, up, down). The
 embedding and the head stay in float32, as FP8 recipes leave them. Attention is written out, so that
-its gradients are deterministic on every device. The MLP sees the last few bytes, side by side.
+its gradients are deterministic on every device; where it is in bfloat16 or float16 on a GPU it is
+torch's fused one, whose gradients are with `torch.use_deterministic_algorithms(True)`. The MLP sees
+the last few bytes, side by side.
 
 Letters in names: B batch, T time (context), D width, H heads, V vocabulary.
 """
@@ -23,6 +25,7 @@ from fp8lab.errors import UserError
 from fp8lab.recipes import Recipe
 
 VOCABULARY = 256  # bytes
+_FLASH = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,9 @@ class Block(nn.Module):
         batch, time, width = x_BTD.shape
         qkv = self.qkv(x_BTD).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D / H)
+        if _has_flash(q):
+            fused = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return fused.transpose(1, 2).reshape(batch, time, width)
         scores = q @ k.transpose(-2, -1) / math.sqrt(width // self.heads)
         future = torch.ones(time, time, dtype=torch.bool, device=x_BTD.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
@@ -171,6 +177,11 @@ class Mlp(nn.Module):
             x_BTH = functional.gelu(layer(x_BTH))
         logits: Tensor = self.head(self.norm(x_BTH))
         return logits
+
+
+def _has_flash(q: Tensor) -> bool:
+    """Whether torch's flash attention takes queries (B, H, T, D / H) like these."""
+    return q.is_cuda and q.dtype in _FLASH and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def build_model(

@@ -116,13 +116,18 @@ def reaches(observer: Observer) -> bool:
     return any(own is observer for own in _observers())
 
 
+def is_watched() -> bool:
+    """Whether an observer sees what runs here."""
+    return bool(_open and _observers())
+
+
 def refuse_compiled() -> None:
     """Called inside a compiled graph, whose fused parts no observer sees.
 
     Raises:
         UserError: An audit is open.
     """
-    if _open and _observers():
+    if is_watched():
         raise UserError(
             "the audit cannot see into a graph of torch.compile, which fuses parts of the casts;"
             " audit the model as it is, without torch.compile"

@@ -162,6 +162,9 @@ class Stepper(Protocol):
             seed: Added to the largest count, it is the seed of the random words.
         """
 
+    def place(self, grads: Sequence[Tensor]) -> None:
+        """Lay out these gradients for a `counted_step` that a CUDA graph will capture."""
+
 
 def fresh_state(param: Tensor, formats: AdamFormats) -> dict[str, Tensor]:
     """The moments of a new parameter, and the remainder of its master, by name.

@@ -104,6 +104,9 @@ class OracleStepper(_Parameters):
             own = StepNumbers(int(counts[place]), lr, (beta1, beta2), eps, decay)
             self._take(place, grad, own, factor, seed + longest)
 
+    def place(self, grads: Sequence[Tensor]) -> None:
+        """See `Stepper.place`: nothing is laid out here."""
+
     def _take(
         self, place: int, grad: Tensor, own: StepNumbers, factor: Tensor | None, seed: int
     ) -> None:
@@ -182,14 +185,23 @@ class KernelStepper(_Parameters):
         seed: int = 0,
     ) -> None:
         """See `Stepper.counted_step`."""
+        plan, constants = self._counted_plan(grads)
+        plan.advance(numbers, counts, constants, skip=skip)
+        words = (counts.amax() + seed).reshape(1) if self._draws else None
+        plan.launch(constants, factor=factor, skip=skip, seed=words)
+        self._changed()
+
+    def place(self, grads: Sequence[Tensor]) -> None:
+        """See `Stepper.place`."""
+        self._counted_plan(grads)
+
+    def _counted_plan(self, grads: Sequence[Tensor]) -> tuple[AdamPlan, Tensor]:
         plan = self._plan_for(grads, range(len(self._params)))
         if self._constants is None:
             shape = (len(self._params), plan.constants_per_group)
-            self._constants = torch.zeros(shape, dtype=torch.float32, device=counts.device)
-        plan.advance(numbers, counts, self._constants, skip=skip)
-        words = (counts.amax() + seed).reshape(1) if self._draws else None
-        plan.launch(self._constants, factor=factor, skip=skip, seed=words)
-        self._changed()
+            device = self._params[0].device
+            self._constants = torch.zeros(shape, dtype=torch.float32, device=device)
+        return plan, self._constants
 
     def _changed(self) -> None:
         written = [own.weight for own in self._copies] + [own.codes for own in self._copies]

@@ -76,7 +76,19 @@ class GradientNorm:
             torch.from_numpy(np.array([seen.factor])),
         )
 
+    def place(self, grads: Sequence[Tensor]) -> Any:
+        """Lay out gradients ahead of the call, for a CUDA graph of it; arguments as for that.
+
+        Returns:
+            What the graph will read, which must live as long as it; None on a CPU.
+        """
+        return self._lay_out([grad.detach() for grad in grads]) if grads[0].is_cuda else None
+
     def _by_kernel(self, grads: list[Tensor], inverse_scale: Tensor) -> GradientSummary:
+        found = self._lay_out(grads).run(inverse_scale=inverse_scale, max_norm=self._limit)
+        return GradientSummary(found.norm, found.skip, found.factor)
+
+    def _lay_out(self, grads: list[Tensor]) -> Any:
         from fp8lab.kernels.gradients import GradientPlan
 
         places = [(grad.data_ptr(), grad.numel(), grad.dtype) for grad in grads]
@@ -84,8 +96,7 @@ class GradientNorm:
             self._plan, self._places = GradientPlan(grads), places
         if self.max_norm is not None and self._limit is None:
             self._limit = torch.full((1,), self.max_norm, device=grads[0].device)
-        found = self._plan.run(inverse_scale=inverse_scale, max_norm=self._limit)
-        return GradientSummary(found.norm, found.skip, found.factor)
+        return self._plan
 
 
 def gradient_norm(

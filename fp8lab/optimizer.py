@@ -47,9 +47,9 @@ class AdamW(torch.optim.Optimizer):
     `state_dict`) and the tensors of `fp8lab.ops_adamw.fresh_state`. `load_state_dict` keeps their
     dtypes and bits.
 
-    In a CUDA graph: take a step before the capture, with the gradient tensors that the graph will
-    write (`zero_grad(set_to_none=False)`); before a replay, `update_numbers` hands a schedule's new
-    learning rate to the device.
+    In a CUDA graph (`fp8lab.graphs` does all this): `place_gradients` before the capture, with the
+    gradient tensors that the graph will read; before a replay, `update_numbers` hands a schedule's
+    new learning rate to the device.
 
     Raises:
         ValueError: A number is outside its range, or a name is unknown.
@@ -137,6 +137,7 @@ class AdamW(torch.optim.Optimizer):
         if codes is not None and others - {None, copies.code_format}:
             raise ValueError(f"codes are {codes.dtype}; accepted: one format for all parameters")
         self._copies[param] = copies
+        self._stepper = None
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -174,9 +175,7 @@ class AdamW(torch.optim.Optimizer):
             return loss
         params, offsets = [param for param, _ in chosen], [offset for _, offset in chosen]
         if self.capturable:
-            stepper = self._stepper_for(params, [0] * len(params), offsets)
-            counted = self._counted_for(params)
-            counted.set([numbers_row(numbers[place]) for place in places])
+            stepper, counted = self._counted_parts(params, offsets, numbers, places)
             stepper.counted_step(
                 grads,
                 counted.numbers,
@@ -193,11 +192,45 @@ class AdamW(torch.optim.Optimizer):
             self.state[param]["step"] += 1
         return loss
 
+    @torch.no_grad()
+    def place_gradients(self) -> None:
+        """Make ready, without a step, what a CUDA graph of a step reads; only with `capturable`.
+
+        It holds for the gradients that are there now, until `layout` is another.
+
+        Raises:
+            TypeError, ValueError: As for `step`.
+        """
+        chosen, grads, numbers, places = self._gather()
+        if chosen:
+            params, offsets = [param for param, _ in chosen], [offset for _, offset in chosen]
+            stepper, _ = self._counted_parts(params, offsets, numbers, places)
+            stepper.place(grads)
+
+    @property
+    def layout(self) -> tuple[object, object]:
+        """What a captured step reads beside the gradients; another object once it is made anew."""
+        return self._stepper, self._counted
+
     def update_numbers(self) -> None:
         """Hand the groups' numbers to the device, for the next replay of a graph."""
         if self._counted is not None:
-            owner = {id(p): group for group in self.param_groups for p in group["params"]}
-            self._counted.set([numbers_row(owner[id(param)]) for param in self._counted.params])
+            rows: dict[int, list[float]] = {}
+            for group in self.param_groups:
+                rows |= dict.fromkeys(map(id, group["params"]), numbers_row(group))
+            self._counted.set([rows[id(param)] for param in self._counted.params])
+
+    def _counted_parts(
+        self,
+        params: list[nn.Parameter],
+        offsets: list[int],
+        numbers: list[StepNumbers],
+        places: list[int],
+    ) -> tuple[Stepper, CountedNumbers]:
+        stepper = self._stepper_for(params, [0] * len(params), offsets)
+        counted = self._counted_for(params)
+        counted.set([numbers_row(numbers[place]) for place in places])
+        return stepper, counted
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps its own fields alone; a copy needs these as well.

@@ -28,7 +28,8 @@ from fp8lab.resume_check import comparable, compare_trials, trial
 from fp8lab.resume_config import config_from_dict, corpus_again, fingerprint_of
 from fp8lab.resume_folder import CheckpointPlan, FolderRun, state_of
 from fp8lab.state_random import seed_globals
-from fp8lab.training import TrainingConfig, TrainingRun
+from fp8lab.training import TrainingRun
+from fp8lab.training_config import TrainingConfig
 
 __all__ = ["CheckpointPlan", "FolderRun", "resume_run", "start_run", "state_of"]
 

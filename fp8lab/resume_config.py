@@ -9,9 +9,11 @@ from typing import Any
 
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.errors import UserError
+from fp8lab.fallback_run import fallback_from_dict
 from fp8lab.models import MlpConfig, ModelConfig, TransformerConfig
 from fp8lab.recipes import recipe_from_dict
-from fp8lab.training import TrainingConfig, TrainingRun
+from fp8lab.training import TrainingRun
+from fp8lab.training_config import LATER, TrainingConfig
 
 _MODELS: tuple[type[ModelConfig], ...] = (TransformerConfig, MlpConfig)
 
@@ -38,14 +40,17 @@ def config_from_dict(described: Mapping[str, Any], source: str) -> TrainingConfi
         UserError: It is damaged, or a setting is missing.
     """
     names = [field.name for field in fields(TrainingConfig)]
-    missing = [name for name in names if name not in described]
+    missing = [name for name in names if name not in described and name not in LATER]
     if missing:
         raise UserError(f"{source} is damaged or of another version: it lacks {missing[0]}")
-    settings = {name: described[name] for name in names}
+    settings = {name: described[name] for name in names if name in described}
     try:
         settings["recipe"] = recipe_from_dict(described["recipe"], source=source)
         settings["betas"] = tuple(described["betas"])
         settings["model"] = _model_config(described["model"])
+        settings["keep"] = tuple(described.get("keep", ()))
+        if described.get("fallback") is not None:
+            settings["fallback"] = fallback_from_dict(described["fallback"])
         return TrainingConfig(**settings)
     except (TypeError, ValueError, KeyError) as error:
         if isinstance(error, UserError):
@@ -63,6 +68,7 @@ def _model_config(described: Mapping[str, Any]) -> ModelConfig:
 def fingerprint_of(config: TrainingConfig, corpus: Corpus) -> dict[str, Any]:
     """What a checkpoint's run and the run that goes on with it must both have."""
     settings = config.to_dict()
+    settings.pop("graph", None)  # the bits are the same with it and without
     return {
         "recipe": settings.pop("recipe"),
         "model": settings.pop("model"),

@@ -18,8 +18,8 @@ from fp8lab.errors import UserError
 from fp8lab.records import Row, RunRecorder
 from fp8lab.resume_check import comparable, trial
 from fp8lab.resume_config import StepCount, fingerprint_of
-from fp8lab.state import TrainingState
-from fp8lab.training import TrainingRun, summary_of
+from fp8lab.state import Stateful, TrainingState
+from fp8lab.training import TrainingRun, ends, summary_of
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class FolderRun:
     @property
     def is_finished(self) -> bool:
         """Whether all steps are done, or the last loss was not finite."""
-        diverged = bool(self.past) and not math.isfinite(self.past[-1]["loss"])
+        diverged = bool(self.past) and ends(self.past[-1], self.run.config)
         return diverged or self.run.step == self.run.config.steps
 
     def rows(self) -> Generator[Row, None, None]:
@@ -153,10 +153,15 @@ class FolderRun:
 
 def state_of(run: TrainingRun) -> TrainingState:
     """All of a run's state. The learning rate follows from the step."""
+    others: dict[str, Stateful] = {"progress": StepCount(run)}
+    if run.fallback is not None:
+        others["fallback"] = run.fallback
+    if run.config.telemetry:
+        others["telemetry"] = run.telemetry
     return TrainingState(
         run.model,
         run.optimizer,
         scaler=run.update.scaler,
         generators={"batches": run.rng},
-        others={"progress": StepCount(run)},
+        others=others,
     )

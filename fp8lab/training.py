@@ -4,118 +4,28 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fp8lab.conversion import keep_in_bf16
 from fp8lab.data import Corpus, sample_batch, validation_windows
 from fp8lab.errors import UserError
-from fp8lab.gradients import LossScaler, UpdateStep
-from fp8lab.linear import MODES, OperandCast, operand_casts
-from fp8lab.models import ModelConfig, TransformerConfig, build_model
+from fp8lab.fallback_run import Fallback
+from fp8lab.gradients import GradientSummary, LossScaler, UpdateStep
+from fp8lab.graphs import GraphedStep
+from fp8lab.models import build_model
 from fp8lab.optimizer import AdamW
-from fp8lab.optimizer_formats import MASTER_FORMATS, MOMENT_FORMATS
-from fp8lab.recipes import Recipe
-from fp8lab.records import Row, short_float32
+from fp8lab.records import Row, number, short_float32
+from fp8lab.telemetry import Telemetry
+from fp8lab.training_config import TrainingConfig, learning_rate
 
-_RANGES = {
-    "seed": (0, 2**63 - 1),  # what torch's generators take
-    "steps": (1, 10**9),
-    "batch": (1, 65536),
-    "observe_every": (1, 10**9),
-    "validate_every": (1, 10**9),
-    "validation_count": (1, 10**6),
-    "microbatches": (1, 65536),
-    "warmup": (0, 10**9),
-    "peak_lr": (0.0, 1e30),
-}
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """Everything that decides a run's rows, but for the corpus and the backend.
-
-    Attributes:
-        recipe: How the linear layers' operands are cast.
-        seed: Of the initial weights and of the batches.
-        steps: Optimizer steps; the length of the learning-rate schedule too.
-        batch: Sequences a step.
-        model: Sizes of the model, and which one it is.
-        peak_lr: Learning rate after warm-up.
-        warmup: Steps of linear warm-up; then a cosine down to `final_lr` times the peak.
-        final_lr: See warmup; 0 to 1.
-        betas, eps, weight_decay: AdamW's; decay is for matrices only.
-        clip_norm: Gradients are scaled down to this global norm.
-        observe_every: Steps between observations of the casts (amax, scale, overflow, underflow).
-        validate_every: Steps between validations; the last step validates as well.
-        validation_count: Validation windows, evenly spread over the validation part.
-        device: "cpu" (the oracle) or "cuda" (the kernels).
-        products: How layers compute their products, see `fp8lab.linear.Fp8Linear`. "decoded", the
-            default, multiplies decoded operands in float32: as fast as torch on a CPU. "codes" has
-            the card's bits, and takes the oracle about a second a step at the default sizes.
-        microbatches: How many parts a batch is cut into, their gradients accumulated.
-        loss_scale: A factor on the loss, or the first one where `dynamic_loss_scale`.
-        dynamic_loss_scale: Whether it adapts; see `fp8lab.gradients.LossScaler`.
-        exp_avg, exp_avg_sq: What the optimizer keeps its moments in, by
-            `fp8lab.optimizer_formats.MOMENT_FORMATS`.
-        master: What the optimizer keeps of weights: "float32", or bfloat16 weights with one of the
-            other master formats.
-        autocast: Whether layers outside FP8 compute in bfloat16 (`torch.autocast`).
-    """
-
-    recipe: Recipe
-    seed: int = 0
-    steps: int = 160
-    batch: int = 16
-    model: ModelConfig = field(default_factory=TransformerConfig)
-    peak_lr: float = 3e-3
-    warmup: int = 40
-    final_lr: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    observe_every: int = 10
-    validate_every: int = 20
-    validation_count: int = 64
-    device: str = "cpu"
-    products: str = "decoded"
-    microbatches: int = 1
-    loss_scale: float = 1.0
-    dynamic_loss_scale: bool = False
-    exp_avg: str = "float32"
-    exp_avg_sq: str = "float32"
-    master: str = "float32"
-    autocast: bool = False
-
-    def __post_init__(self) -> None:
-        for name, (smallest, largest) in _RANGES.items():
-            value = getattr(self, name)
-            if not smallest <= value <= largest:
-                raise UserError(f"{name} is {value}; accepted: {smallest} to {largest}")
-        for name, accepted in (
-            ("device", ("cpu", "cuda")),
-            ("products", MODES),
-            ("exp_avg", MOMENT_FORMATS),
-            ("exp_avg_sq", MOMENT_FORMATS),
-            ("master", MASTER_FORMATS),
-        ):
-            if getattr(self, name) not in accepted:
-                shown = ", ".join(accepted)
-                raise UserError(f"{name} is {getattr(self, name)!r}; accepted: {shown}")
-        if self.batch % self.microbatches:
-            raise UserError(
-                f"batch is {self.batch}, which {self.microbatches} microbatches do not divide"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the records."""
-        return {**asdict(self), "recipe": self.recipe.to_dict()}
+_VALIDATION_TOKENS = 1 << 16  # that a GPU takes at a time
 
 
 def check_device(device: str) -> None:
@@ -132,8 +42,8 @@ def training_rows(config: TrainingConfig, corpus: Corpus) -> Iterator[Row]:
 
     A row has step, loss (of the batch before the update, nats a byte), lr, grad_norm (unscaled,
     before clipping); `skipped` where the step was; `loss_scale` where that adapts; on observed
-    steps `casts`, by name; on validation steps `validation_loss`. A loss that is not finite ends
-    the run with that row.
+    steps `casts`, by name; on validation steps `validation_loss`; where the fallback moved roles,
+    `events`. A loss that is not finite ends the run with that row, see `ends`.
 
     Raises:
         UserError: The corpus is shorter than a context, or there is no such device.
@@ -142,8 +52,16 @@ def training_rows(config: TrainingConfig, corpus: Corpus) -> Iterator[Row]:
     while run.step < config.steps:
         row = run.advance()
         yield row
-        if not math.isfinite(row["loss"]):
+        if ends(row, config):
             return
+
+
+def ends(row: Row, config: TrainingConfig) -> bool:
+    """Whether a run goes no further: its loss is not finite, and no fallback has it go on after a
+    step that was skipped, which changed nothing.
+    """
+    skipped = config.fallback is not None and row.get("skipped", False)
+    return not (math.isfinite(number(row["loss"])) or skipped)
 
 
 class TrainingRun:
@@ -154,6 +72,8 @@ class TrainingRun:
         step: Steps done.
         model, optimizer, update, rng: What the steps change: the model with its scaling state, the
             optimizer with its moments, the loss scale (`update.scaler`), the batches to come.
+        fallback: What moves roles to BF16; None where the configuration has none.
+        telemetry: What watches the casts on observed steps.
     """
 
     def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
@@ -170,14 +90,35 @@ class TrainingRun:
         self.model = build_model(
             config.model, config.recipe, seed=config.seed, products=config.products
         ).to(config.device)
+        if config.keep:
+            keep_in_bf16(self.model, config.keep)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
+        if config.compile:
+            for part in getattr(self.model, "blocks", [self.model]):
+                part.compile(dynamic=False)
         self.optimizer = _optimizer(self.model, config)
         scaler = LossScaler(config.loss_scale, dynamic=config.dynamic_loss_scale)
         self.update = UpdateStep(
             self.model, self.optimizer, scaler=scaler, clip_norm=config.clip_norm
         )
+        self._graphed: GraphedStep | None = None
+        if config.device == "cuda" and config.graph:
+            # Not a reference to itself: a run's memory goes with the run.
+            this = weakref.proxy(self)
+            self._graphed = GraphedStep(
+                lambda *part: this._loss(part), self.update, microbatches=config.microbatches
+            )
         self.rng = np.random.default_rng(config.seed)
+        self.telemetry = Telemetry(
+            self.model,
+            self.optimizer,
+            config.observe_every,
+            sqnr=config.telemetry,
+            parameters=config.telemetry,
+            scaler=scaler,
+        )
+        self.fallback = None if config.fallback is None else Fallback(self.model, config.fallback)
 
     def advance(self) -> Row:
         """Do the next step; return its row, see `training_rows`."""
@@ -185,9 +126,7 @@ class TrainingRun:
         self.step += 1
         last = self.step == config.steps
         observe = self.step == 1 or self.step % config.observe_every == 0 or last
-        casts = dict(operand_casts(self.model))
-        for cast in casts.values():
-            cast.observe = observe
+        self.telemetry.begin_step(observe)
         lr = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -195,25 +134,33 @@ class TrainingRun:
         batch = sample_batch(
             self._train, batch=config.batch, context=config.model.context, rng=self.rng
         )
-        loss = self.gradients(batch)
-        summary = self.update()
+        loss, summary = self._taken(batch)
+        events = [] if self.fallback is None else self.fallback.advance(self.step)
+        found = (loss, summary.norm, summary.skip, self.update.scaler.scale)
+        # Together: the device is waited for once.
+        numbers = torch.stack([own.reshape(()).float() for own in found]).tolist()
         row: Row = {
             "step": self.step,
-            "loss": short_float32(loss.item()),
+            "loss": short_float32(numbers[0]),
             "lr": lr,
-            "grad_norm": short_float32(summary.norm.item()),
+            "grad_norm": short_float32(numbers[1]),
         }
-        if int(summary.skip):
+        if numbers[2]:
             row["skipped"] = True
+        if events:
+            row["events"] = events
         if config.dynamic_loss_scale:
-            row["loss_scale"] = self.update.scaler.scale.item()
-        if observe:
-            row["casts"] = {name: _observation(cast) for name, cast in casts.items()}
-            for cast in casts.values():
-                cast.observe = False
+            row["loss_scale"] = numbers[3]
+        watched = self.telemetry.end_step()
+        if watched is not None:
+            row |= {key: own for key, own in watched.items() if key != "step"}
         if math.isfinite(row["loss"]) and (last or self.step % config.validate_every == 0):
             row["validation_loss"] = self._validate()
         return row
+
+    def eager_now(self) -> bool:
+        """Whether this step does something of its own in Python, so that no CUDA graph has it."""
+        return False
 
     def fixed_batch(self) -> tuple[Any, ...]:
         """A batch of validation windows, over and over where they are few: always the same."""
@@ -222,19 +169,30 @@ class TrainingRun:
 
     def gradients(self, batch: tuple[Any, ...]) -> Tensor:
         """Gradients of a batch of `config.batch`, in microbatches; returns the batch's loss."""
-        config = self.config
-        self.update.zero_grad()
-        losses = []
-        size = config.batch // config.microbatches
-        for start in range(0, config.batch, size):
-            part = tuple(side[start : start + size] for side in batch)
-            loss = self._loss(part)
-            self.update.backward(loss / config.microbatches)
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+        placed = self._placed(batch)
+        return self.update.accumulate(
+            lambda *part: self._loss(part), placed, self.config.microbatches
+        )
+
+    def _taken(self, batch: tuple[Any, ...]) -> tuple[Tensor, GradientSummary]:
+        """The step of a batch: its loss before, and the summary of its gradients."""
+        watched = self.fallback is not None and self.fallback.watches_next
+        if self._graphed is not None and not watched:
+            return self._graphed(*self._placed(batch), eager=self.eager_now())
+        with nullcontext() if self.fallback is None else self.fallback.watching(self.update.scaler):
+            loss = self.gradients(batch)
+        return loss, self.update()
+
+    def _placed(self, batch: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        tensors = tuple(torch.from_numpy(side) for side in batch)
+        if self.config.device == "cpu":
+            return tensors
+        # From pinned memory, so that the host need not wait.
+        return tuple(own.pin_memory().to("cuda", non_blocking=True) for own in tensors)
 
     def _loss(self, batch: tuple[Any, ...]) -> Tensor:
-        inputs, targets = (torch.from_numpy(part).to(self.config.device) for part in batch)
+        """The loss of a part of a batch: tensors on the device."""
+        inputs, targets = batch
         narrow: Any = nullcontext()
         if self.config.autocast:
             narrow = torch.autocast(self.config.device, torch.bfloat16)
@@ -245,23 +203,21 @@ class TrainingRun:
     @torch.no_grad()
     def _validate(self) -> float:
         self.model.eval()
-        total = 0.0
         windows = self._validation
         count = len(windows[0])
-        for start in range(0, count, self.config.batch):
-            part = tuple(w[start : start + self.config.batch] for w in windows)
-            total += self._loss(part).item() * len(part[0])
+        size = self.config.batch
+        if self.config.device == "cuda":  # a CPU's rows keep the sums that they have
+            size = max(size, _VALIDATION_TOKENS // self.config.model.context)
+        sizes, losses = [], []
+        for start in range(0, count, size):
+            part = self._placed(tuple(w[start : start + size] for w in windows))
+            losses.append(self._loss(part))
+            sizes.append(len(part[0]))
         self.model.train()
+        total = 0.0
+        for loss, own in zip(torch.stack(losses).tolist(), sizes, strict=True):
+            total += loss * own
         return total / count
-
-
-def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Linear warm-up to the peak, then a cosine down to `final_lr` times the peak."""
-    if step <= config.warmup:
-        return config.peak_lr * step / config.warmup
-    progress = (step - config.warmup) / max(config.steps - config.warmup, 1)
-    share = config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * progress)) / 2
-    return config.peak_lr * share
 
 
 def summary_of(rows: list[Row]) -> dict[str, Any]:
@@ -291,6 +247,9 @@ def _make_deterministic(device: str) -> None:
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Nothing here reads memory before it is written, and filling all of it takes time.
+        fills: Any = torch.utils.deterministic
+        fills.fill_uninitialized_memory = False
 
 
 def _optimizer(model: nn.Module, config: TrainingConfig) -> AdamW:
@@ -310,14 +269,3 @@ def _optimizer(model: nn.Module, config: TrainingConfig) -> AdamW:
         master=config.master,
         capturable=config.device == "cuda",
     )
-
-
-def _observation(cast: OperandCast) -> dict[str, float]:
-    seen = cast.statistics
-    assert seen is not None
-    return {
-        "amax": short_float32(seen.amax),
-        "scale": short_float32(seen.scale),
-        "overflow": round(seen.overflow, 9),
-        "underflow": round(seen.underflow, 9),
-    }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from fp8lab.errors import UserError
+from fp8lab.experiments import bench_blocks
 from fp8lab.experiments.bench_blocks import chosen_variants, kind_of, line_of
 from fp8lab.experiments.block_cases import VARIANTS, Shape, Variant, blocks_step, model_step
 
@@ -49,4 +52,45 @@ def test_variants_by_name() -> None:
     with pytest.raises(UserError, match="unknown variant 'te delayed'; accepted: torch bf16"):
         chosen_variants("te delayed")
     row = {"group": "blocks", "variant": "x", "ms": 50.0, "tokens_per_second": 9, "over_bf16": 1.5}
-    assert "1.500 of BF16 (host 20.0 ms)" in line_of(row | {"host_ms": 20.0})
+    line = line_of(row | {"host_ms": 20.0, "graph": True})
+    assert "1.500 of BF16 (host 20.0 ms)" in line
+    assert line.split()[:3] == ["blocks", "x", "graph"]
+
+
+def test_ratios_are_to_bf16_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("torch bf16", "fp8lab delayed")
+    steps = {(name, graph): (lambda: None) for name in names for graph in (False, True)}
+    found = iter([8.0, 6.0, 4.0, 3.0] * 2)
+    monkeypatch.setattr(bench_blocks, "_milliseconds", lambda step: next(found))
+    monkeypatch.setattr(bench_blocks, "_host_milliseconds", lambda step: 1.0)
+    rows = list(bench_blocks.timed("blocks", steps, TINY, 2))
+    assert [(row["variant"], row["graph"], row["ms"], row["over_bf16"]) for row in rows] == [
+        ("torch bf16", False, 8.0, 1.0),
+        ("torch bf16", True, 6.0, 1.0),
+        ("fp8lab delayed", False, 4.0, 2.0),
+        ("fp8lab delayed", True, 3.0, 2.0),
+    ]
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("variant", OURS, ids=lambda variant: variant.name)
+def test_a_graph_of_a_step_has_its_bits(variant: Variant) -> None:
+    for make, calls in ((blocks_step, 1), (model_step, 5)):
+        plain = make(variant, TINY, compiled=False)
+        graphed = make(variant, TINY, compiled=False, graph=True)
+        # Taken before the capture: by `captured_call` at once, by `GraphedStep` call by call.
+        ours = make is model_step and variant.stack == "fp8lab"
+        for _ in range(0 if ours else 3):
+            plain()
+        for _ in range(calls):
+            assert torch.equal(plain(), graphed())

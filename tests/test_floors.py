@@ -31,6 +31,7 @@ FLOOR_1 = frozenset(
         "fp8lab.formats",
         "fp8lab.optimizer_formats",
         "fp8lab.recipes",
+        "fp8lab.swiglu_constants",
     }
 ) | {f"fp8lab.recipes_{part}" for part in ("policies", "model", "presets", "text")}
 BRIDGE = "fp8lab.bridge"  # between NumPy and torch; it loads torch when it is called
@@ -55,6 +56,7 @@ ROOMS = {
     "fp8lab.errors": Room(frozenset(), frozenset()),
     "fp8lab.formats": Room(ORACLE, FLOOR_1),
     "fp8lab.optimizer_formats": Room(ORACLE, FLOOR_1),
+    "fp8lab.swiglu_constants": Room(frozenset(), frozenset()),
     **{part: Room(ORACLE, FLOOR_1) for part in FLOOR_1 if part.startswith("fp8lab.recipes")},
     "fp8lab.emulation": Room(ORACLE, FLOOR_1),
     # NumPy is what the interpreter computes in, so it is quietened through NumPy.
@@ -76,6 +78,8 @@ HEIGHTS = {
     "fp8lab.ops_adamw": 1,
     "fp8lab.ops_gradients": 1,
     "fp8lab.ops_linear": 1,
+    "fp8lab.ops_swiglu": 1,
+    "fp8lab.ops_telemetry": 1,
     "fp8lab.training": 3,
     "fp8lab.resume": 3,
     "fp8lab.resume_check": 3,
@@ -99,6 +103,12 @@ THROUGH_OPS = (
     "fp8lab.linear_products",
     "fp8lab.linear_state",
     "fp8lab.optimizer",
+    "fp8lab.swiglu",
+    "fp8lab.swiglu_compiled",
+    "fp8lab.swiglu_products",
+    "fp8lab.telemetry",
+    "fp8lab.telemetry_meter",
+    "fp8lab.telemetry_parameters",
     "fp8lab.training",
 )
 

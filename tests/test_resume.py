@@ -34,7 +34,8 @@ from fp8lab.recipes import PRESETS, recipe_named
 from fp8lab.records import Row, read_rows, without_time
 from fp8lab.resume import CheckpointPlan, resume_run, start_run
 from fp8lab.resume_config import config_from_dict
-from fp8lab.training import TrainingConfig, TrainingRun, training_rows
+from fp8lab.training import TrainingRun, training_rows
+from fp8lab.training_config import TrainingConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ROOT / "CONTRIBUTING.md"

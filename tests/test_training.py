@@ -21,13 +21,8 @@ from fp8lab.optimizer import AdamW
 from fp8lab.recipes import PRESETS, recipe_named
 from fp8lab.records import Row
 from fp8lab.testing import assert_bits_equal, to_numpy
-from fp8lab.training import (
-    TrainingConfig,
-    TrainingRun,
-    learning_rate,
-    summary_of,
-    training_rows,
-)
+from fp8lab.training import TrainingRun, summary_of, training_rows
+from fp8lab.training_config import TrainingConfig, learning_rate
 
 TINY = TransformerConfig(context=16, width=32, layers=1, heads=2)
 CONFIG = TrainingConfig(
