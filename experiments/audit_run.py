@@ -1,12 +1,18 @@
 """Does every FP8 operation of a training run have the oracle's bits, and what does asking cost?
 
     python -m fp8lab.experiments.audit_run [--presets A,B] [--steps N] [--every N] [--large]
-                                           [--device cuda] [--out FILE]
+                          [--device cuda] [--jobs N] [--seconds S] [--out FILE]
 
 Each preset trains under `fp8lab.audit`, which counts differing elements. A row a preset goes to
-FILE (default figures/audit.jsonl): what was compared, what differed, and the median seconds of
-steps that were audited and of those that were not. A validation after the last step is a step of
-its own.
+FILE (default figures/audit.jsonl) as its run ends: what was compared, what differed, and the median
+seconds of a step with the audit closed (afterwards; on a GPU a step is then a CUDA graph), open but
+not looking, and looking. "ratio" has how many times a closed step's time an audited step takes
+(`looking`), and a step of the whole run (`run`). A validation after the last step is a step of its
+own.
+
+Given again, the command does the presets that are missing. The checks run on the host, so that
+several presets at once (--jobs) take little more time than one; their seconds are then those of
+processes that share a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +20,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +30,15 @@ import torch
 import fp8lab
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.errors import UserError
-from fp8lab.models import TransformerConfig
+from fp8lab.experiments.large_model import LARGE_TRAINING
+from fp8lab.experiments.sittings import Sitting, check_jobs, in_turn
 from fp8lab.recipes import PRESETS, recipe_named
-from fp8lab.records import Row, environment, to_json, write_atomically
-from fp8lab.training import TrainingConfig, TrainingRun
+from fp8lab.records import Row, environment
+from fp8lab.training import TrainingRun, check_device
+from fp8lab.training_config import TrainingConfig
 
-LARGE = TransformerConfig(context=1024, width=768, layers=17, heads=12)  # 122M parameters
+CLOSED = 5  # steps that are timed with the audit closed
+CAPTURED = 6  # steps before those on a GPU: until one was captured, and replayed once
 DEFAULT = tuple(name for name in PRESETS if name not in ("bf16", "current"))  # which is tensorwise
 
 
@@ -35,7 +46,7 @@ def configuration(
     preset: str, steps: int, device: str, *, large: bool, products: str = "codes"
 ) -> TrainingConfig:
     """A run with E4M3 moments; on a GPU with the layers outside FP8 in bfloat16."""
-    large_only: dict[str, Any] = {"model": LARGE, "batch": 8} if large else {}
+    large_only: dict[str, Any] = LARGE_TRAINING if large else {}
     return TrainingConfig(
         recipe_named(preset),
         steps=steps,
@@ -51,17 +62,18 @@ def configuration(
 
 
 def audited_run(config: TrainingConfig, corpus: Corpus, every: int, sample: int | None) -> Row:
-    """One run under the audit, as a row."""
+    """One run under the audit, as a row; some steps more with it closed, for their time."""
     run = TrainingRun(config, corpus)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with fp8lab.audit(every, sample, on_difference="count") as report:
         for step in range(config.steps):
-            before = time.perf_counter()
-            run.advance()
-            if config.device == "cuda":
-                torch.cuda.synchronize()
-            seconds[step % every == 0].append(time.perf_counter() - before)
-    plain, audited = (statistics.median(some[1:] or some or [0.0]) for some in seconds.values())
+            seconds[step % every == 0].append(_timed_step(run))
+    for _ in range(CAPTURED if config.device == "cuda" else 0):
+        run.advance()
+    closed = _median([_timed_step(run) for _ in range(min(CLOSED, config.steps))])
+    plain, audited = _median(seconds[False]), _median(seconds[True])
+    looks = len(seconds[True]) / config.steps
+    whole = looks * audited + (1 - looks) * plain
     return {
         "preset": config.recipe.name,
         "parameters": sum(param.numel() for param in run.model.parameters()),
@@ -73,12 +85,57 @@ def audited_run(config: TrainingConfig, corpus: Corpus, every: int, sample: int 
         "unchecked": report.unchecked,
         "longest_period": max(line.period for line in report.lines.values()),
         "found": [str(difference) for difference in report.found[:4]],
-        "time": {"plain": round(plain, 4), "audited": round(audited, 4)},
+        "time": {
+            "closed": round(closed, 4),
+            "plain": round(plain, 4),
+            "audited": round(audited, 4),
+            "ratio": {"looking": round(audited / closed, 2), "run": round(whole / closed, 2)},
+        },
     }
 
 
+def _timed_step(run: TrainingRun) -> float:
+    before = time.perf_counter()
+    run.advance()
+    if run.config.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - before
+
+
+def _median(seconds: list[float]) -> float:
+    """Of all but the first, where there are more: it compiles."""
+    return statistics.median(seconds[1:] or seconds or [0.0])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all presets of a file have in common; see the command's options."""
+
+    steps: int
+    every: int
+    sample: int | None
+    large: bool
+    device: str
+    text: Path | None = None
+
+
+def preset_row(preset: str, settings: Settings) -> Row:
+    """The row of a preset."""
+    config = configuration(preset, settings.steps, settings.device, large=settings.large)
+    return audited_run(config, load_corpus(settings.text), settings.every, settings.sample)
+
+
+def _said(row: Row) -> str:
+    seconds = row["time"]
+    return (
+        f"{row['preset']}: {row['differences']} of {row['elements']} elements differ;"
+        f" {row['audited']} of {row['steps']} steps audited; {seconds['closed']:.3f} s a step,"
+        f" {seconds['audited']:.3f} s audited, {seconds['ratio']['run']:.2f} times over the run"
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Run the presets, one after the other."""
+    """Run the presets that have no row yet."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--presets", default=",".join(DEFAULT), metavar="A,B", help="(default all)")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="(default 200)")
@@ -86,27 +143,39 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="see fp8lab.audit")
     parser.add_argument("--large", action="store_true", help="122M parameters")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default cpu)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="presets at a time")
+    parser.add_argument("--seconds", type=float, metavar="S", help="begin nothing after S seconds")
     parser.add_argument("--text", type=Path, metavar="FILE", help="in place of the plays")
     parser.add_argument("--out", type=Path, default=Path("figures/audit.jsonl"))
     given = parser.parse_args(arguments)
     names = [name.strip() for name in given.presets.split(",") if name.strip()]
     if not names:
         raise UserError("--presets names none; accepted: recipes, separated by commas")
-    corpus = load_corpus(given.text)
-    rows: list[Row] = [{"audit": vars(given) | {"text": None, "out": None, "presets": names}}]
-    rows[0] |= {"environment": environment(given.device)}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
-        config = configuration(name, given.steps, given.device, large=given.large)
-        row = audited_run(config, corpus, given.every, given.sample)
-        rows.append(row)
-        seconds = row["time"]
-        print(
-            f"{name}: {row['differences']} of {row['elements']} elements differ;"
-            f" {row['audited']} of {row['steps']} steps audited;"
-            f" {seconds['plain']:.3f} s a step, {seconds['audited']:.3f} s audited"
-        )
-        write_atomically(given.out, "".join(to_json(own) + "\n" for own in rows))
+        recipe_named(name)
+    check_jobs(given.jobs, given.seconds)
+    check_device(given.device)
+    settings = Settings(
+        given.steps, given.every, given.sample, given.large, given.device, given.text
+    )
+    said: Row = vars(settings) | {"text": None}
+    corpus = load_corpus(given.text)
+    head = {
+        "audit": said,
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+        "environment": environment(given.device),
+    }
+    with Sitting(given.out, head) as sitting:
+        done = {row["preset"] for row in sitting.rows}
+        tasks = [name for name in dict.fromkeys(names) if name not in done]
+        work = partial(preset_row, settings=settings)
+        gpus = torch.cuda.device_count() if given.device == "cuda" else 0
+        for _, row in in_turn(tasks, work, jobs=given.jobs, seconds=given.seconds, gpus=gpus):
+            sitting.add(row)
+            print(_said(row), flush=True)
+        missing = [name for name in names if name not in {row["preset"] for row in sitting.rows}]
+    if missing:
+        print(f"missing: {', '.join(missing)}; the same command goes on with them")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def _draw(identity: dict[str, Any], rows: list[Row], figure: Path) -> None:
             chosen = [row for row in rows if row["policy"] == policy]
             colour = COLOURS[place % len(COLOURS)]
             line = LINES[place // len(COLOURS) % len(LINES)]
-            _band(axis, _curve(chosen, value), colour, line, policy)
+            band(axis, _curve(chosen, value), colour, line, policy)
         if logarithmic:
             axis.set_yscale("log")
         axis.set_title(title, fontsize=11)
@@ -136,7 +136,7 @@ def _curve(rows: list[Row], value: Callable[[Row], float | None]) -> Curve:
     return curve
 
 
-def _band(axis: Axes, curve: Curve, colour: str, line: str, label: str) -> None:
+def band(axis: Axes, curve: Curve, colour: str, line: str, label: str) -> None:
     steps = sorted(curve)
     means = [float(np.mean(curve[step])) for step in steps]
     marker = "o" if len(steps) < 4 else None  # a line of one point would not be seen

@@ -46,7 +46,8 @@ from fp8lab.records import (
     without_time,
     write_atomically,
 )
-from fp8lab.training import TrainingConfig, check_device, summary_of, training_rows
+from fp8lab.training import check_device, summary_of, training_rows
+from fp8lab.training_config import TrainingConfig
 
 DEFAULT_POLICIES = (
     "bf16",

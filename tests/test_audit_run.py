@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from fp8lab.data import load_corpus
+from fp8lab.errors import UserError
 from fp8lab.experiments import audit_run
 from fp8lab.models import TransformerConfig
 from fp8lab.records import read_rows
-from fp8lab.training import TrainingConfig
+from fp8lab.training_config import TrainingConfig
 
 TINY = TransformerConfig(context=8, width=16, layers=1, heads=1)
 
@@ -38,17 +39,38 @@ def test_a_row_tells_what_was_compared(tmp_path: Path) -> None:
     assert (row["steps"], row["audited"], row["differences"]) == (4, 2, 0)
     assert row["checked"] > 0
     assert row["found"] == []
-    assert row["time"]["audited"] > 0
+    seconds = row["time"]
+    assert seconds["audited"] > 0
+    assert seconds["closed"] > 0
+    assert seconds["ratio"]["looking"] == pytest.approx(
+        seconds["audited"] / seconds["closed"], rel=0.1
+    )
+    assert seconds["ratio"]["run"] > 0
 
 
-def test_the_command_writes_a_row_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_does_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(audit_run, "configuration", tiny)
     out = tmp_path / "rows" / "audit.jsonl"
     options = ["--steps", "1", "--sample", "1", "--text", str(text(tmp_path)), "--out", str(out)]
     audit_run.main(["--presets", "mx", *options])
     head, row = read_rows(out)
-    assert head["audit"]["presets"] == ["mx"]
+    assert (head["audit"]["steps"], head["audit"]["sample"]) == (1, 1)
     assert (row["preset"], row["differences"]) == ("mx", 0)
+    assert "0 of" in capsys.readouterr().out
+    audit_run.main(["--presets", "mx,delayed", *options])
+    assert read_rows(out)[:2] == [head, row]
+    assert [own["preset"] for own in read_rows(out)[1:]] == ["mx", "delayed"]
+    with pytest.raises(UserError, match="holds rows of another audit"):
+        audit_run.main(["--presets", "mx", *options, "--every", "7"])
+
+
+def test_an_unknown_preset_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    out = tmp_path / "audit.jsonl"
+    with pytest.raises(UserError, match="unknown policy 'fp4'"):
+        audit_run.main(["--presets", "mx,fp4", "--out", str(out)])
+    assert not out.exists()
 
 
 def test_the_large_model_is_the_one_that_is_said() -> None:

@@ -9,18 +9,25 @@ import numpy as np
 import pytest
 import torch
 
+from fp8lab.checkpoint import CheckpointError
 from fp8lab.data import Corpus, load_corpus
-from fp8lab.experiments.plot_resume import draw, gaps, table
-from fp8lab.experiments.resume_incident import (
+from fp8lab.errors import UserError
+from fp8lab.experiments import resume_incident
+from fp8lab.experiments.incident_runs import (
     CONDITIONS,
     LOST,
+    Case,
     Condition,
     IncidentRun,
+    Setting,
+    cases_of,
     configuration,
-    incident_rows,
-    main,
+    is_observed,
+    row_of,
     without,
 )
+from fp8lab.experiments.plot_resume import draw, gaps, table
+from fp8lab.experiments.resume_incident import main, tasks_of, variants_named
 from fp8lab.models import TransformerConfig
 from fp8lab.records import Row, read_rows
 
@@ -32,9 +39,15 @@ def corpus() -> Corpus:
     return load_corpus(TEXT)
 
 
+def rows_of(condition: str, corpus: Corpus, setting: Setting) -> list[Row]:
+    found = [row_of(case, setting, corpus) for case in cases_of([condition], 1, tuple(LOST))]
+    return [row for row in found if row is not None]
+
+
 @pytest.fixture(scope="module")
-def rows(corpus: Corpus) -> list[Row]:
-    return list(incident_rows("history 16", 0, corpus, before=4, after=3))
+def rows(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    setting = Setting(4, 3, False, None, tmp_path_factory.mktemp("work"))
+    return rows_of("history 16", corpus, setting)
 
 
 def test_the_controls_are_exact_and_everything_that_is_left_out_shows(rows: list[Row]) -> None:
@@ -53,8 +66,9 @@ def test_the_controls_are_exact_and_everything_that_is_left_out_shows(rows: list
     assert all(row["observed"] == [1, 2, 3] and len(row["scale"]) == 3 for row in rows)
 
 
-def test_blockwise_has_no_scales_to_lose(corpus: Corpus) -> None:
-    rows = list(incident_rows("blockwise", 0, corpus, before=1, after=1))
+def test_blockwise_has_no_scales_to_lose(corpus: Corpus, tmp_path: Path) -> None:
+    rows = rows_of("blockwise", corpus, Setting(1, 1, False, None, tmp_path))
+    assert all(row["missing"] or row["variant"] in ("exact", "one ulp") for row in rows[1:])
     lost = {row["variant"] for row in rows}
     assert lost == {"continuous", *LOST} - {v for v in LOST if "history" in v or v == "no scales"}
     assert rows[1]["loss"] == rows[0]["loss"]
@@ -67,9 +81,15 @@ def test_an_outlier_changes_gradients_and_no_loss(corpus: Corpus) -> None:
         return [run.advance() for _ in range(2)]
 
     plain = run_of(Condition("bf16"))
-    outlier = run_of(Condition("bf16", outlier_every=2))
+    condition = Condition("bf16", outlier_every=2)
+    outlier = run_of(condition)
     assert outlier[0] == plain[0]
     assert outlier[1]["loss"] == plain[1]["loss"]
+    run = IncidentRun(configuration(condition, 0, 3, 1), corpus, condition)
+    eager = []
+    for run.step in (1, 2, 3, 4):
+        eager.append(run.eager_now())
+    assert eager == [False, True, False, True]  # a CUDA graph has none of it
     assert outlier[1]["grad_norm"] == pytest.approx(256 * plain[1]["grad_norm"], rel=1e-2)
 
 
@@ -92,20 +112,98 @@ def test_rows_give_a_table_and_the_same_figure_again(tmp_path: Path, rows: list[
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
 
 
+def test_lines_and_tables_take_what_is_there(tmp_path: Path, rows: list[Row]) -> None:
+    some = [row for row in rows if row["variant"] in ("continuous", "exact")]
+    alone = {**rows[2], "seed": 7}  # its continuous run is missing
+    assert len(table([*some, alone]).splitlines()) == 3
+    draw([*some, alone], tmp_path / "some.png")
+    assert (tmp_path / "some.png").exists()
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    only = {"blockwise": CONDITIONS["blockwise"]}
+    monkeypatch.setattr(resume_incident, "CONDITIONS", only)
+    options = ["--seeds", "1", "--before", "1", "--after", "2", "--text", str(TEXT)]
+    return [*options, "--out", str(tmp_path / "x.png"), "--work", str(tmp_path / "work")]
+
+
 def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "fp8lab.experiments.resume_incident.CONDITIONS", {"blockwise": CONDITIONS["blockwise"]}
-    )
-    options = ["--seeds", "1", "--before", "1", "--after", "1", "--text", str(TEXT)]
-    main([*options, "--out", str(tmp_path / "x.png")])
+    main(options)
     first = capsys.readouterr().out
-    assert read_rows(tmp_path / "x.jsonl")[0]["resume_incident"]["after"] == 1
+    assert read_rows(tmp_path / "x.jsonl")[0]["resume_incident"]["after"] == 2
     (tmp_path / "x.png").unlink()
     main(["--redraw", "--out", str(tmp_path / "x.png")])
     assert capsys.readouterr().out == first
     assert (tmp_path / "x.png").exists()
+
+
+def test_sittings_give_the_file_of_one(tmp_path: Path, options: list[str]) -> None:
+    """Some variants, a kill within a row, another work folder, two processes: the same bytes."""
+    main(options)
+    path = tmp_path / "x.jsonl"
+    whole = path.read_bytes()
+    path.unlink()
+    main([*options, "--variants", "no random state, exact"])
+    assert [row["variant"] for row in read_rows(path)[1:]] == [
+        "continuous",
+        "exact",
+        "no random state",
+    ]
+    with path.open("ab") as file:
+        file.write(whole.splitlines()[-2][:400])
+    main([*options, "--work", str(tmp_path / "elsewhere"), "--jobs", "2"])
+    assert path.read_bytes() == whole
+    main(options)  # nothing is missing
+    assert path.read_bytes() == whole
+    with pytest.raises(UserError, match="holds rows of another resume_incident"):
+        main([*options, "--after", "3"])
+
+
+def test_what_a_sitting_has_to_do(tmp_path: Path) -> None:
+    setting = Setting(1, 1, False, None, tmp_path)
+    cases = cases_of(["blockwise"], 1, ("exact", "one ulp"))
+    continuous, exact, ulp = cases
+    common = Case("blockwise", 0, "common")
+    assert tasks_of(cases, [], setting) == cases
+    done: Row = {"condition": "blockwise", "seed": 0, "variant": "continuous"}
+    assert tasks_of(cases, [done], setting) == [common, exact, ulp]
+    place = continuous.checkpoint(setting)
+    place.mkdir(parents=True)
+    assert tasks_of(cases, [done], setting) == [exact, ulp]
+    # Of another sitting, and perhaps of other code: not taken for this continuous run's.
+    assert tasks_of(cases, [], setting) == cases
+    assert not place.exists()
+
+
+def test_a_checkpoint_of_other_settings_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    setting = Setting(1, 1, False, None, tmp_path)
+    row_of(Case("blockwise", 0, "common"), setting, corpus)
+    row_of(Case("blockwise", 0, "exact"), setting, corpus)
+    other = Setting(1, 2, False, None, tmp_path)  # another length of the schedule
+    with pytest.raises(CheckpointError, match="steps"):
+        row_of(Case("blockwise", 0, "exact"), other, corpus)
+
+
+def test_variants_by_name() -> None:
+    assert variants_named(None) == tuple(LOST)
+    assert variants_named("exact,no scales, no history,no scales") == (
+        "exact",
+        "no scales, no history",
+        "no scales",
+    )
+    for text in ("", "exact,nothing"):
+        with pytest.raises(UserError, match="accepted: exact; one ulp; no amax history"):
+            variants_named(text)
+
+
+def test_steps_that_are_observed() -> None:
+    small = [step for step in range(1, 301) if is_observed(step, large=False)]
+    assert small == [*range(1, 21), *range(30, 301, 10)]
+    large = [step for step in range(1, 2001) if is_observed(step, large=True)]
+    assert large == [*range(1, 21), *range(40, 301, 20), *range(400, 2001, 200)]
 
 
 def test_the_large_model_has_120_million_weights() -> None:
@@ -116,3 +214,4 @@ def test_the_large_model_has_120_million_weights() -> None:
     assert 119e6 < in_blocks + (2 * 256 + model.context) * model.width < 123e6
     assert (config.device, config.products, config.steps) == ("cuda", "codes", 2200)
     assert model.context * config.batch == 8192
+    assert config.autocast

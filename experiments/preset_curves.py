@@ -1,0 +1,146 @@
+"""Does FP8 cost anything against BF16? Validation losses of each preset, seed by seed.
+
+    python -m fp8lab.experiments.preset_curves [--presets A,B] [--seeds 0,1,2] [--steps N] [--large]
+                                               [--device cuda] [--jobs N] [--seconds S] [--out FILE]
+    python -m fp8lab.experiments.preset_curves --redraw [--out FILE] [--document docs/training.md]
+
+A seed decides the initial weights and the batches, the same in every preset, so a preset is
+compared with BF16 seed by seed. Runs may be spread over many sittings: each is written to FILE as
+it ends (default figures/preset-curves.jsonl; with --large figures/h200/preset-curves.jsonl), and a
+later call with the same settings does only what is missing. The first row says what the settings
+are; then comes one row a run, see `preset_run.finished`. The figure lies beside FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fp8lab.data import load_corpus
+from fp8lab.errors import UserError
+from fp8lab.experiments.documents import fill
+from fp8lab.experiments.plot_curves import check_rows, draw, section, section_name
+from fp8lab.experiments.preset_run import attempt, configuration, head_of
+from fp8lab.experiments.sittings import Sitting, check_jobs, in_turn
+from fp8lab.recipes import PRESETS
+from fp8lab.records import read_rows
+from fp8lab.training import check_device
+from fp8lab.training_config import TrainingConfig
+
+# "current" is "tensorwise"; "static" is no way to train (its scale is 1).
+DEFAULT = tuple(name for name in PRESETS if name not in ("current", "static"))
+COMMAND = "python -m fp8lab.experiments.preset_curves"
+
+
+def do_missing(
+    sitting: Sitting, runs: list[TrainingConfig], options: argparse.Namespace, command: str
+) -> int:
+    """Do the runs whose rows are not there, in their order; returns how many failed.
+
+    A run that fails is told on stderr, leaves no row, and stops no other.
+    """
+
+    def missing() -> list[TrainingConfig]:
+        done = {(row["preset"], row["seed"]) for row in sitting.rows}
+        return [run for run in runs if (run.recipe.name, run.seed) not in done]
+
+    print(f"{len(runs) - len(missing())} of {len(runs)} runs are done already")
+    failed = 0
+    work = partial(attempt, text=options.text)
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    limits = {"jobs": options.jobs, "seconds": options.seconds, "gpus": gpus}
+    for run, row in in_turn(missing(), work, **limits):
+        named = f"{run.recipe.name} seed {run.seed}"
+        if isinstance(row, str):
+            failed += 1
+            print(f"{named} failed\n{row}", file=sys.stderr)
+            continue
+        sitting.add(row | {"command": command})
+        print(
+            f"{named}: {row['validation_loss']:.4f} nats a byte, {row['skipped']} steps skipped,"
+            f" {row['time']['seconds']:.0f} s" + ", diverged" * row["diverged"],
+            flush=True,
+        )
+    if left := missing():
+        names = ", ".join(f"{run.recipe.name} seed {run.seed}" for run in left)
+        print(f"{len(left)} of {len(runs)} runs are left: {names}")
+    return failed
+
+
+def _named(given: argparse.Namespace) -> list[TrainingConfig]:
+    """The runs that were asked for, seed by seed: an early end leaves whole seeds."""
+    presets = [name.strip() for name in given.presets.split(",") if name.strip()]
+    seeds = [text.strip() for text in given.seeds.split(",") if text.strip()]
+    for option, found in (("--presets", presets), ("--seeds", seeds)):
+        if not found or len(set(found)) < len(found):
+            raise UserError(
+                f"{option} names {', '.join(found) or 'none'}; accepted: at least one, each once,"
+                " separated by commas"
+            )
+    wrong = [text for text in seeds if not text.isdecimal()]
+    if wrong:
+        raise UserError(f"--seeds has {wrong[0]!r}; accepted: whole numbers, such as 0,1,2")
+    options = {"steps": given.steps, "device": given.device, "large": given.large}
+    return [configuration(name, int(seed), **options) for seed in seeds for name in presets]
+
+
+def _sit(given: argparse.Namespace) -> int:
+    """Do what is missing; returns how many runs failed."""
+    check_jobs(given.jobs, given.seconds)
+    runs = _named(given)
+    check_device(given.device)
+    corpus = load_corpus(given.text)
+    corpus.check_context(runs[0].model.context)
+    large = " --large" * given.large
+    command = f"{COMMAND}{large} --device {given.device} --steps {given.steps}"
+    with Sitting(given.out, head_of(runs[0], corpus, large=given.large)) as sitting:
+        failed = do_missing(sitting, runs, given, command)
+        sitting.sort(lambda row: (row["seed"], row["preset"]))
+    return failed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--presets", default=",".join(DEFAULT), metavar="A,B", help="(default all)")
+    parser.add_argument("--seeds", default="0,1,2", metavar="A,B", help="which (default 0,1,2)")
+    parser.add_argument("--steps", type=int, metavar="N", help="(default 200; 2000 with --large)")
+    parser.add_argument("--large", action="store_true", help="122M parameters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default cpu; --large: cuda)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="begin no run after them (default no limit)"
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="in place of the plays")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="rows; the figure lies beside")
+    parser.add_argument("--redraw", action="store_true", help="from the rows that are there")
+    parser.add_argument("--document", type=Path, metavar="FILE", help="put the table into it")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is missing, or only draw. Returns 1 where a run failed, 2 after a user's mistake."""
+    given = _parser().parse_args(arguments)
+    given.steps = given.steps if given.steps is not None else (2000 if given.large else 200)
+    given.device = given.device or ("cuda" if given.large else "cpu")
+    folder = Path("figures/h200" if given.large else "figures")
+    given.out = given.out or folder / "preset-curves.jsonl"
+    try:
+        failed = 0 if given.redraw else _sit(given)
+        rows = check_rows(read_rows(given.out), given.out)
+        if given.redraw or len(rows) > 1:
+            draw(rows, given.out.with_suffix(".png"))
+            print(section(rows))
+            if given.document is not None:
+                fill(given.document, section_name(rows), section(rows))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
