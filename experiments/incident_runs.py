@@ -225,14 +225,20 @@ def without(state: State, patterns: tuple[str, ...]) -> State:
 
 
 def one_ulp(state: State) -> State:
-    """The state with one float32 of the embedding of the byte "e" one step further from zero.
+    """The state after `move_one_ulp`."""
+    weight = state["model"]["tokens.weight"].clone()
+    move_one_ulp(weight)
+    return {**state, "model": {**state["model"], "tokens.weight": weight}}
+
+
+@torch.no_grad()
+def move_one_ulp(weight: Tensor) -> None:
+    """Move one float32 of the embedding of the byte "e" one step further from zero.
 
     The embedding stays out of FP8. A weight that is cast hides such a change from every product,
     until a rounding of its code tips over.
     """
-    weight = state["model"]["tokens.weight"].clone()
     weight.view(torch.int32)[ord("e"), 0] += 1
-    return {**state, "model": {**state["model"], "tokens.weight": weight}}
 
 
 def _followed(run: TrainingRun, setting: Setting) -> Row:

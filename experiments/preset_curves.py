@@ -5,10 +5,12 @@
     python -m fp8lab.experiments.preset_curves --redraw [--out FILE] [--document docs/training.md]
 
 A seed decides the initial weights and the batches, the same in every preset, so a preset is
-compared with BF16 seed by seed. Runs may be spread over many sittings: each is written to FILE as
-it ends (default figures/preset-curves.jsonl; with --large figures/h200/preset-curves.jsonl), and a
-later call with the same settings does only what is missing. The first row says what the settings
-are; then comes one row a run, see `preset_run.finished`. The figure lies beside FILE.
+compared with BF16 seed by seed. So is `bf16_one_ulp`, BF16 with one weight moved by one ulp: two
+runs drift apart by chaos alone, and that is how far. Runs may be spread over many sittings: each is
+written to FILE as it ends (default figures/preset-curves.jsonl; with --large
+figures/h200/preset-curves.jsonl), and a later call with the same settings does only what is
+missing. The first row says what the settings are; then comes one row a run, see
+`preset_run.finished`. The figure lies beside FILE.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
 from fp8lab.experiments.documents import fill
 from fp8lab.experiments.plot_curves import check_rows, draw, section, section_name
-from fp8lab.experiments.preset_run import attempt, configuration, head_of
+from fp8lab.experiments.preset_run import CONTROL, attempt, configuration, head_of
 from fp8lab.experiments.sittings import Sitting, check_jobs, in_turn
 from fp8lab.recipes import PRESETS
 from fp8lab.records import read_rows
@@ -32,7 +34,7 @@ from fp8lab.training import check_device
 from fp8lab.training_config import TrainingConfig
 
 # "current" is "tensorwise"; "static" is no way to train (its scale is 1).
-DEFAULT = tuple(name for name in PRESETS if name not in ("current", "static"))
+DEFAULT = (*(name for name in PRESETS if name not in ("current", "static")), CONTROL)
 COMMAND = "python -m fp8lab.experiments.preset_curves"
 
 

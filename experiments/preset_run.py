@@ -6,6 +6,7 @@ import gc
 import hashlib
 import time
 import traceback
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from fp8lab.data import Corpus, load_corpus
+from fp8lab.experiments.incident_runs import move_one_ulp
 from fp8lab.experiments.large_model import LARGE_TRAINING
 from fp8lab.recipes import recipe_named
 from fp8lab.records import Row, environment
@@ -20,6 +22,8 @@ from fp8lab.training import TrainingRun, ends, summary_of
 from fp8lab.training_config import TrainingConfig
 
 AVERAGED = 10  # steps that a training loss in a row is the mean of
+# BF16 with one weight moved: what differs from BF16 then is chaos, and nothing else.
+CONTROL = "bf16_one_ulp"
 
 
 def configuration(
@@ -27,12 +31,14 @@ def configuration(
 ) -> TrainingConfig:
     """A run; on a GPU with the kernels, and the layers outside FP8 in bfloat16.
 
-    The large model's blocks are compiled there, in every preset.
+    The large model's blocks are compiled there, in every preset. `CONTROL` is a preset, too.
     """
+    control = preset == CONTROL
     cuda = device == "cuda"
     sizes = {**LARGE_TRAINING, "validate_every": 100, "compile": cuda} if large else {}
+    recipe = replace(recipe_named("bf16"), name=CONTROL) if control else recipe_named(preset)
     return TrainingConfig(
-        recipe_named(preset),
+        recipe,
         seed=seed,
         steps=steps,
         device=device,
@@ -58,11 +64,11 @@ def head_of(config: TrainingConfig, corpus: Corpus, *, large: bool) -> Row:
 def finished(config: TrainingConfig, corpus: Corpus) -> Row:
     """Train; return the run's row.
 
-    It has preset, seed, parameters (their number), initial (a digest of the weights it began with),
-    batches (a digest of the random state after its last batch), steps (those that were done), loss
-    (of training, the mean of each `AVERAGED` steps), validation (pairs of step and loss, nats a
-    byte), validation_loss (the last one), skipped (steps), diverged (see
-    `fp8lab.training.summary_of`), and seconds under "time".
+    It has preset, seed, parameters (their number), initial (a digest of the weights it began with,
+    before the control moves one), batches (a digest of the random state after its last batch),
+    steps (those that were done), loss (of training, the mean of each `AVERAGED` steps), validation
+    (pairs of step and loss, nats a byte), validation_loss (the last one), skipped (steps), diverged
+    (see `fp8lab.training.summary_of`), and seconds under "time".
     """
     before = time.perf_counter()
     run = TrainingRun(config, corpus)
@@ -70,6 +76,8 @@ def finished(config: TrainingConfig, corpus: Corpus) -> Row:
     weights = hashlib.sha256()
     for parameter in parameters:
         weights.update(parameter.detach().float().cpu().numpy().tobytes())
+    if config.recipe.name == CONTROL:
+        move_one_ulp(run.model.get_parameter("tokens.weight"))
     rows: list[Row] = []
     while run.step < config.steps and not (rows and ends(rows[-1], config)):
         rows.append(run.advance())

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.experiments import preset_curves, preset_run
 from fp8lab.experiments.documents import markers
+from fp8lab.experiments.incident_runs import move_one_ulp
 from fp8lab.experiments.plot_curves import paired, section, student_t
 from fp8lab.experiments.preset_curves import DEFAULT, main
-from fp8lab.experiments.preset_run import attempt, configuration, finished
+from fp8lab.experiments.preset_run import CONTROL, attempt, configuration, finished
 from fp8lab.models import TransformerConfig
 from fp8lab.records import Row, read_rows
 from fp8lab.training import training_rows
@@ -102,8 +104,40 @@ def test_a_gpu_begins_with_the_weights_and_batches_of_a_cpu(corpus: Corpus) -> N
     assert rows[1]["validation_loss"] == pytest.approx(rows[0]["validation_loss"], abs=0.05)
 
 
+def test_the_control_is_bf16_with_one_weight_moved(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.Tensor] = []
+
+    def far(weight: torch.Tensor) -> None:
+        # A whole step, not an ulp: twelve steps of a tiny model would not show one.
+        moved.append(weight)
+        weight.data[ord("e"), 0] += 1  # of one column: norms take off what all have
+
+    def row_of(preset: str) -> Row:
+        return finished(tiny(preset, 0, steps=12, device="cpu", large=False), corpus)
+
+    bf16 = row_of("bf16")
+    monkeypatch.setattr(preset_run, "move_one_ulp", far)
+    assert row_of("bf16")["loss"] == bf16["loss"]
+    assert not moved
+    control = row_of(CONTROL)
+    assert len(moved) == 1
+    assert (control["preset"], control["initial"]) == (CONTROL, bf16["initial"])
+    assert control["batches"] == bf16["batches"]
+    assert control["loss"] != bf16["loss"]
+
+
+def test_one_ulp_is_moved_in_one_place() -> None:
+    weight = torch.tensor([[1.0, 2.0]]).repeat(256, 1)
+    move_one_ulp(weight)
+    assert weight[ord("e")].tolist() == [1 + 2**-23, 2.0]
+    assert int((weight != torch.tensor([1.0, 2.0])).sum()) == 1
+
+
 def test_the_presets_are_those_of_the_lab_that_train() -> None:
     assert set(DEFAULT) == {
+        CONTROL,
         "bf16",
         "tensorwise",
         "rowwise",
