@@ -29,9 +29,11 @@ import torch
 
 import fp8lab
 from fp8lab.data import Corpus, load_corpus
-from fp8lab.errors import UserError
+from fp8lab.experiments.commands import ROWS, check_at_least, check_suffix, exit_code, listed
 from fp8lab.experiments.large_model import LARGE_TRAINING
-from fp8lab.experiments.sittings import Sitting, check_jobs, in_turn
+from fp8lab.experiments.row_checks import checker, is_text
+from fp8lab.experiments.sittings import Sitting
+from fp8lab.experiments.turns import check_jobs, in_turn
 from fp8lab.recipes import PRESETS, recipe_named
 from fp8lab.records import Row, environment
 from fp8lab.training import TrainingRun, check_device
@@ -107,6 +109,10 @@ def _median(seconds: list[float]) -> float:
     return statistics.median(seconds[1:] or seconds or [0.0])
 
 
+check_rows = checker("audit", {}, {"preset": is_text})
+"""The rows of this experiment, or a UserError that says what is wrong with them."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What all presets of a file have in common; see the command's options."""
@@ -148,12 +154,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="in place of the plays")
     parser.add_argument("--out", type=Path, default=Path("figures/audit.jsonl"))
     given = parser.parse_args(arguments)
-    names = [name.strip() for name in given.presets.split(",") if name.strip()]
-    if not names:
-        raise UserError("--presets names none; accepted: recipes, separated by commas")
-    for name in names:
-        recipe_named(name)
+    check_suffix(given.out, (ROWS,))
+    names = listed(given.presets, "--presets")
     check_jobs(given.jobs, given.seconds)
+    check_at_least(given.every, 1, "--every")
+    if given.sample is not None:
+        check_at_least(given.sample, 1, "--sample")
+    for name in names:  # a mistake is found before anything runs
+        configuration(name, given.steps, given.device, large=given.large)
     check_device(given.device)
     settings = Settings(
         given.steps, given.every, given.sample, given.large, given.device, given.text
@@ -165,9 +173,9 @@ def main(arguments: list[str] | None = None) -> None:
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "environment": environment(given.device),
     }
-    with Sitting(given.out, head) as sitting:
+    with Sitting(given.out, head, check=check_rows) as sitting:
         done = {row["preset"] for row in sitting.rows}
-        tasks = [name for name in dict.fromkeys(names) if name not in done]
+        tasks = [name for name in names if name not in done]
         work = partial(preset_row, settings=settings)
         gpus = torch.cuda.device_count() if given.device == "cuda" else 0
         for _, row in in_turn(tasks, work, jobs=given.jobs, seconds=given.seconds, gpus=gpus):
@@ -179,4 +187,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.block_cases import VARIANTS, Shape, Variant, blocks_step, model_step
+from fp8lab.experiments.commands import exit_code
 from fp8lab.records import Row, environment, to_json, write_atomically
 
 BASELINE = "torch bf16"
@@ -223,4 +224,4 @@ def line_of(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

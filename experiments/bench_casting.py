@@ -27,6 +27,7 @@ import torch
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_cases import Case, large_cases, peer_cases, small_cases, tuning_cases
+from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.kernel_variants import in_processes
 from fp8lab.records import Row, environment, to_json
 
@@ -252,4 +253,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

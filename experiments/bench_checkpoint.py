@@ -21,7 +21,10 @@ import torch
 
 from fp8lab.checkpoint import load, save, take_state
 from fp8lab.checkpoint_store import AsyncWriter, CheckpointStore
+from fp8lab.errors import UserError
+from fp8lab.experiments.commands import check_at_least, exit_code, listed
 from fp8lab.records import Row, environment, to_json, write_atomically
+from fp8lab.training import check_device
 
 TENSOR = 1 << 20  # float32 elements
 PARTS = ("weight", "exp_avg", "exp_avg_sq")
@@ -97,8 +100,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="(default 3)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the rows go")
     given = parser.parse_args(arguments)
+    sizes = listed(given.megabytes, "--megabytes")
+    wrong = [text for text in sizes if not text.isdecimal() or not int(text)]
+    if wrong:
+        raise UserError(f"--megabytes has {wrong[0]!r}; accepted: whole numbers from 1, as 64,512")
+    check_at_least(given.repeats, 1, "--repeats")
+    check_device(given.device)
     rows: list[Row] = [{"bench_checkpoint": environment(given.device)}]
-    for megabytes in map(int, given.megabytes.split(",")):
+    for megabytes in map(int, sizes):
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             rows.append(measure(megabytes, Path(folder), given.device, given.repeats))
     kinds = list(rows[1]["seconds"])
@@ -115,4 +124,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -34,6 +34,8 @@ from fp8lab.emulation.scaling import (
     quantize_mx,
     update_delayed,
 )
+from fp8lab.experiments.commands import ROWS as SUFFIX
+from fp8lab.experiments.commands import check_suffix, exit_code
 from fp8lab.formats import E4M3, E5M2, Float8Format
 from fp8lab.peers import GFLOAT, ML_DTYPES
 from fp8lab.records import Row, environment, to_json, write_atomically
@@ -327,6 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="(default 15)")
     parser.add_argument("--out", type=Path, default=ROWS, metavar="FILE", help=f"(default {ROWS})")
     given = parser.parse_args(arguments)
+    check_suffix(given.out, (SUFFIX,))
     words = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["python -m fp8lab.experiments.bench_emulation", *words])
     rows = run(given.only, given.elements, given.repeats, given.out, command)
@@ -338,4 +341,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(exit_code(main))

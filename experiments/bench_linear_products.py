@@ -24,6 +24,7 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_matmul import LAYERS
 from fp8lab.experiments.card_timing import codes, ratios, side_by_side
+from fp8lab.experiments.commands import exit_code
 from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradient
 from fp8lab.records import Row, environment, to_json, write_atomically
 
@@ -198,13 +199,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="of the batch")
     parser.add_argument("--seconds", type=float, default=0.2, help="of hot work a row")
     chosen = parser.parse_args()
-    try:
-        run(chosen.out, chosen.tokens, chosen.seconds)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    run(chosen.out, chosen.tokens, chosen.seconds)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -28,6 +28,7 @@ from fp8lab.bridge import to_numpy
 from fp8lab.emulation.matmul import matmul_at
 from fp8lab.errors import UserError
 from fp8lab.experiments.card_timing import Launch, Telemetry, codes, ratios, side_by_side
+from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.documents import fill
 from fp8lab.experiments.matmul_table import SECTION, section
 from fp8lab.experiments.plot_matmul import draw
@@ -249,22 +250,18 @@ def main() -> int:
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw from rows alone")
     parser.add_argument("--document", type=Path, help="whose tables are filled")
     chosen = parser.parse_args()
-    try:
-        if chosen.draw is None:
-            run(chosen.out, chosen.only, chosen.seconds)
-        folder = chosen.draw or chosen.out
-        rows = read_rows(folder / ROWS)
-        for path in draw(rows, folder):
-            print(path)
-        if chosen.document is not None:
-            of_layers = folder / "bench-linear-products.jsonl"
-            rows += read_rows(of_layers) if of_layers.exists() else []
-            fill(chosen.document, SECTION, section(rows))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if chosen.draw is None:
+        run(chosen.out, chosen.only, chosen.seconds)
+    folder = chosen.draw or chosen.out
+    rows = read_rows(folder / ROWS)
+    for path in draw(rows, folder):
+        print(path)
+    if chosen.document is not None:
+        of_layers = folder / "bench-linear-products.jsonl"
+        rows += read_rows(of_layers) if of_layers.exists() else []
+        fill(chosen.document, SECTION, section(rows))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -28,6 +28,7 @@ import torch
 from fp8lab.bridge import to_numpy, to_torch
 from fp8lab.emulation.casting import quantize
 from fp8lab.emulation.matmul import matmul
+from fp8lab.experiments.commands import exit_code
 from fp8lab.formats import E4M3
 from fp8lab.records import Row, environment, to_json, write_atomically
 
@@ -179,4 +180,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.optimizer_cases import (
     BFLOAT16_MOMENTS,
     EIGHT_BIT,
@@ -324,4 +325,4 @@ def line_of(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -31,6 +31,7 @@ from fp8lab.data import Corpus, load_corpus
 from fp8lab.errors import UserError
 from fp8lab.experiments.audit_run import configuration
 from fp8lab.experiments.block_cases import Shape, Variant, blocks_and_step
+from fp8lab.experiments.commands import exit_code
 from fp8lab.records import Row, environment, to_json, write_atomically
 from fp8lab.telemetry import Telemetry
 from fp8lab.training import TrainingRun
@@ -180,4 +181,4 @@ def _wait() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

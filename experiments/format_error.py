@@ -11,7 +11,6 @@ became of one exponent.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fp8lab.emulation.scaling import (
     record_amax,
     update_delayed,
 )
+from fp8lab.experiments.commands import exit_code
 from fp8lab.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Float8Format
 from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
 
@@ -169,4 +169,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(exit_code(main))

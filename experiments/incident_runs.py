@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from torch import Tensor
 from fp8lab.checkpoint import load
 from fp8lab.checkpoint_store import CheckpointStore, checkpoint_name
 from fp8lab.data import Corpus
+from fp8lab.errors import UserError
 from fp8lab.experiments.large_model import LARGE_TRAINING
 from fp8lab.experiments.plot_resume import EARLY
+from fp8lab.experiments.row_checks import are_numbers, checker, is_count, is_number, one_of
 from fp8lab.models import TransformerConfig
 from fp8lab.recipes import OPERANDS, DelayedScaling, recipe_named
-from fp8lab.records import Row, short_float32
+from fp8lab.records import Row, short_float32, to_json
 from fp8lab.resume import state_of
 from fp8lab.resume_config import fingerprint_of
 from fp8lab.training import TrainingRun
@@ -119,6 +122,7 @@ class Setting:
         large: Which model; see `configuration`.
         text: A file in place of the plays.
         work: Where the state that is resumed from is kept, a checkpoint a condition and seed.
+        sha256: Of the corpus.
     """
 
     before: int
@@ -126,6 +130,7 @@ class Setting:
     large: bool
     text: Path | None
     work: Path
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -136,18 +141,53 @@ class Case:
     seed: int
     variant: str
 
+    def configuration(self, setting: Setting) -> TrainingConfig:
+        """Of all steps, before and after the resume."""
+        chosen, steps = CONDITIONS[self.condition], (setting.before, setting.after)
+        return configuration(chosen, self.seed, *steps, large=setting.large)
+
     def begun(self, setting: Setting, corpus: Corpus) -> IncidentRun:
         """The run at step 0."""
-        chosen = CONDITIONS[self.condition]
-        config = configuration(
-            chosen, self.seed, setting.before, setting.after, large=setting.large
-        )
-        return IncidentRun(config, corpus, chosen)
+        return IncidentRun(self.configuration(setting), corpus, CONDITIONS[self.condition])
 
     def checkpoint(self, setting: Setting) -> Path:
-        """Where the state at the resume is, once the common part was done."""
-        folder = f"{self.condition.replace(', ', '-').replace(' ', '-')}-seed-{self.seed}"
-        return setting.work / folder / checkpoint_name(setting.before)
+        """Where the state at the resume is, once the common part was done.
+
+        The folder's name ends in a digest of all that the state depends on, and of the length of
+        the schedule, so that commands with other options may share `Setting.work`.
+        """
+        config = self.configuration(setting).to_dict()
+        whole = to_json([config, asdict(CONDITIONS[self.condition]), setting.sha256])
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
+        name = self.condition.replace(", ", "-").replace(" ", "-")
+        return setting.work / f"{name}-seed-{self.seed}-{digest}" / checkpoint_name(setting.before)
+
+
+def check_rows(rows: list[Any], source: Path) -> list[Row]:
+    """The rows of `resume_incident`.
+
+    Raises:
+        UserError: They are something else, or one is not whole.
+    """
+    settings = _check_kinds(rows, source)[0]["resume_incident"]
+    for place, row in enumerate(rows[1:], start=2):
+        lengths = [len(row[key]) for key in ("observed", "overflow", "underflow", "scale")]
+        if len(row["loss"]) != settings.get("after") or len(set(lengths)) > 1:
+            raise UserError(f"{source}, line {place}, is damaged: a list has another length")
+    return rows
+
+
+_check_kinds = checker(
+    "resume_incident",
+    {},
+    {
+        "condition": one_of(*CONDITIONS),
+        "seed": is_count,
+        "variant": one_of("continuous", *LOST),
+        "validation_loss": is_number,
+        **dict.fromkeys(("loss", "observed", "overflow", "underflow", "scale"), are_numbers),
+    },
+)
 
 
 def cases_of(conditions: Sequence[str], seeds: int, variants: Sequence[str]) -> list[Case]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fp8lab.experiments.commands import exit_code
 from fp8lab.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8lab.kernels import casting, scaling, swiglu
 from fp8lab.kernels.launch import (
@@ -278,4 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

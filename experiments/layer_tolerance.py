@@ -2,7 +2,7 @@
 
     python -m fp8lab.experiments.layer_tolerance [--recipes A,B] [--layers PATTERN] [--roles]
                   [--warm N | --checkpoint PATH] [--batches N] [--large] [--device cuda]
-                  [--out FIGURE] [--document FILE]
+                  [--out FILE] [--document FILE]
 
 A model trains N steps in BF16 (0: it is fresh), or comes from a checkpoint of `fp8lab train`. Then
 each layer takes each recipe alone, and loss and gradients of a fixed set of held-out batches are
@@ -10,8 +10,9 @@ compared with those of the model in BF16. Layers are ranked by the magnitude of 
 and by the relative error of the gradients. Delayed scaling, which needs amaxes of earlier steps,
 has them from one pass over the same batches; the default recipe, tensorwise, needs none.
 
-Rows go beside the figure, a row a (layer, recipe, role); --redraw draws the rows that are there.
-`docs/watching.md` shows what was found.
+Rows go beside the figure, a row a (layer, recipe, role), each as it is measured; given again, the
+command trains to the same bits and measures what is missing. --out names either file. --redraw
+draws the rows that are there. `docs/watching.md` shows what was found.
 """
 
 from __future__ import annotations
@@ -29,13 +30,27 @@ from fp8lab.checkpoint import load, read_manifest
 from fp8lab.checkpoint_store import find_checkpoint
 from fp8lab.data import Corpus, load_corpus, sample_batch
 from fp8lab.errors import UserError
-from fp8lab.experiments.documents import fill
+from fp8lab.experiments.commands import (
+    check_at_least,
+    check_distinct,
+    exit_code,
+    listed,
+    rows_and_figure,
+)
+from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.large_model import LARGE, LARGE_TRAINING
-from fp8lab.experiments.plot_tolerance import draw, ranked, table
-from fp8lab.experiments.tolerance_scan import BF16, Scan, check_recipe
-from fp8lab.models import TransformerConfig
-from fp8lab.recipes import OPERANDS, Recipe, recipe_named
-from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
+from fp8lab.experiments.plot_tolerance import check_rows, draw, ranked, table
+from fp8lab.experiments.sittings import Sitting
+from fp8lab.experiments.tolerance_scan import (
+    BF16,
+    Scan,
+    check_recipe,
+    chosen_layers,
+    roles_of,
+)
+from fp8lab.models import TransformerConfig, build_model
+from fp8lab.recipes import Recipe, recipe_named
+from fp8lab.records import Row, environment, read_rows
 from fp8lab.resume_config import config_from_dict
 from fp8lab.training import TrainingRun, check_device
 from fp8lab.training_config import TrainingConfig
@@ -119,10 +134,14 @@ def trained(plan: Plan, corpus: Corpus) -> TrainingRun:
     return run
 
 
-def scanned(plan: Plan, corpus: Corpus) -> tuple[Row, list[Row]]:
-    """What BF16 gives, and the rows with their ranks."""
-    for recipe in plan.recipes:
-        check_recipe(recipe)
+def layers_of(plan: Plan) -> list[str]:
+    """The layers that will be scanned, without the weights that they will have."""
+    model = build_model(plan.config.model, BF16, products=plan.config.products)
+    return chosen_layers(model, plan.patterns, plan.config.products)
+
+
+def begun(plan: Plan, corpus: Corpus) -> tuple[Row, Scan]:
+    """What BF16 gives, and the scan that goes on from there."""
     run = trained(plan, corpus)
     rng = np.random.default_rng(0)
     size = {"batch": plan.config.batch, "context": plan.config.model.context}
@@ -138,16 +157,25 @@ def scanned(plan: Plan, corpus: Corpus) -> tuple[Row, list[Row]]:
         patterns=plan.patterns,
         products=plan.config.products,
     )
-    rows: list[Row] = []
-    each = len(scan.layers) * (1 + plan.roles * len(OPERANDS))
-    with tqdm(total=each * len(plan.recipes), unit="layer", desc="scan") as bar:
-        for recipe in plan.recipes:
-            for row in scan.rows(recipe, roles=plan.roles):
-                rows.append(row)
-                bar.update()
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    base = {"loss": scan.loss, "gradient_norm": scan.norm, "parameters": parameters}
-    return base, ranked(rows)
+    return {"loss": scan.loss, "gradient_norm": scan.norm, "parameters": parameters}, scan
+
+
+def do_missing(sitting: Sitting, plan: Plan, corpus: Corpus, layers: list[str]) -> None:
+    """Scan what has no row yet, and give all rows their ranks."""
+    roles = roles_of(plan.roles)
+    done = {(row["recipe"], row["layer"], row["role"]) for row in sitting.rows}
+    wanted = {(own.name, name, role) for own in plan.recipes for name in layers for role in roles}
+    # The head does not tell one checkpoint from another: what BF16 gives does.
+    if wanted - done or plan.checkpoint is not None:
+        base, scan = begun(plan, corpus)
+        sitting.know(base)
+        with tqdm(total=len(wanted - done), unit="layer", desc="scan") as bar:
+            for recipe in plan.recipes:
+                for row in scan.rows(recipe, roles=plan.roles, done=done):
+                    sitting.add(row)
+                    bar.update()
+    sitting.replace(ranked(sitting.rows))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -168,30 +196,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default cpu)")
     parser.add_argument("--products", choices=("codes", "decoded"), help="as fp8lab train")
     parser.add_argument("--text", type=Path, metavar="FILE", help="in place of the plays")
-    parser.add_argument("--out", type=Path, metavar="FIGURE", help="(default in figures)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="figure, or rows")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the table there, too")
     parser.add_argument("--redraw", action="store_true", help="from the rows that are there")
     given = parser.parse_args(arguments)
     out = given.out or Path("figures/h200" if given.large else "figures") / "layer-tolerance.png"
-    path = out.with_suffix(".jsonl")
+    path, figure = rows_and_figure(out)
     if not given.redraw:
-        corpus = load_corpus(given.text)
-        plan = _plan(given, corpus)
-        base, found = scanned(plan, corpus)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        head = _head(plan, corpus, base)
-        write_atomically(path, "".join(to_json(row) + "\n" for row in (head, *found)))
-    rows = read_rows(path)
-    draw(rows, out)
+        _sit(given, path)
+    head, *rows = check_rows(read_rows(path), path)
+    rows = [head, *ranked(rows)]
+    draw(rows, figure)
     text = table(rows)
     print(text)
     if given.document is not None:
-        fill(given.document, section_of(rows[0]), text)
+        fill(given.document, section_of(head["layer_tolerance"]), text)
 
 
-def section_of(head: Row) -> str:
+def _sit(given: argparse.Namespace, path: Path) -> None:
+    """Scan what is missing."""
+    corpus = load_corpus(given.text)
+    plan = _plan(given, corpus)
+    head = _head(plan, corpus)
+    if given.document is not None:
+        check_document(given.document, section_of(head["layer_tolerance"]))
+    layers = layers_of(plan)
+    with Sitting(path, head, check=check_rows, late="bf16") as sitting:
+        do_missing(sitting, plan, corpus, layers)
+
+
+def section_of(settings: Row) -> str:
     """Which section of a document the table fills: the large model has one of its own."""
-    large = head["layer_tolerance"]["training"]["model"] == asdict(LARGE)
+    large = settings["training"].get("model") == asdict(LARGE)
     return "layer tolerance, large" if large else "layer tolerance"
 
 
@@ -199,7 +235,12 @@ def _plan(given: argparse.Namespace, corpus: Corpus) -> Plan:
     check_device(given.device)
     if given.warm < 0:
         raise UserError(f"--warm is {given.warm}; accepted: 0 (a fresh model) and up")
-    recipes = tuple(recipe_named(name) for name in _listed(given.recipes, "--recipes"))
+    check_at_least(given.batches, 1, "--batches")
+    recipes = tuple(recipe_named(name) for name in listed(given.recipes, "--recipes"))
+    check_distinct(tuple(recipe.name for recipe in recipes), "--recipes")
+    for recipe in recipes:
+        check_recipe(recipe)
+    patterns = listed(given.layers, "--layers")
     products = given.products or ("codes" if given.device == "cuda" else "decoded")
     options = {"device": given.device, "products": products}
     checkpoint = None
@@ -210,18 +251,11 @@ def _plan(given: argparse.Namespace, corpus: Corpus) -> Plan:
         config = config_of(checkpoint, corpus, **options)
     else:
         config = configuration(given.warm, seed=given.seed, large=given.large, **options)
-    patterns = _listed(given.layers, "--layers")
     return Plan(config, given.warm, recipes, patterns, given.roles, given.batches, checkpoint)
 
 
-def _listed(text: str, option: str) -> tuple[str, ...]:
-    found = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not found:
-        raise UserError(f"{option} names none; give names, separated by commas")
-    return found
-
-
-def _head(plan: Plan, corpus: Corpus, base: Row) -> Row:
+def _head(plan: Plan, corpus: Corpus) -> Row:
+    """The first row; what BF16 gives is known later."""
     settings = {
         "training": plan.config.to_dict(),
         "warm": plan.warm if plan.checkpoint is None else None,
@@ -232,11 +266,11 @@ def _head(plan: Plan, corpus: Corpus, base: Row) -> Row:
     }
     return {
         "layer_tolerance": settings,
-        "bf16": base,
+        "bf16": None,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "environment": environment(plan.config.device),
     }
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -26,6 +26,7 @@ from fp8lab.bridge import to_numpy
 from fp8lab.data import Corpus, load_corpus, sample_batch
 from fp8lab.emulation.adamw_states import AdamState, adamw_state
 from fp8lab.emulation.moments import read_moment, zero_moment
+from fp8lab.experiments.commands import exit_code
 from fp8lab.models import Transformer, TransformerConfig
 from fp8lab.recipes import recipe_named
 from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
@@ -174,4 +175,4 @@ def draw(rows: list[Row], figure: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -14,15 +14,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import FIGURES as SUFFIXES
 from fp8lab.experiments.sweep import check_identity, collect_rows
 from fp8lab.records import Row, number, read_rows, to_json, write_atomically
 
 # Okabe and Ito's colours: told apart by colour-blind readers too. BF16 is black.
 COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 LINES = ("-", "--", ":", "-.")  # when the colours are used up
-SUFFIXES = (".png", ".pdf", ".svg")
 WATCHED = "blocks.0.down.grad_output"
 SHOWN_AT_LEAST = 1e-7  # a share of 0 has no place on a logarithmic axis
 
@@ -110,15 +111,30 @@ def _draw(identity: dict[str, Any], rows: list[Row], figure: Path) -> None:
     longest = max(len(label) for label in labels)
     columns = max(1, min(len(labels), 120 // (longest + 6)))
     picture.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=11)
-    seeds = identity["seeds"]
     picture.suptitle(
-        f"Scaling policies on {identity['corpus']['name']}: mean over {seeds} seeds, bands from the"
+        f"Scaling policies on {identity['corpus']['name']}: mean over"
+        f" {seeds_of(identity['seeds'])}, bands from the"
         " smallest to the largest",
         fontsize=13,
         parse_math=False,  # a file's name may hold a dollar sign
     )
-    # Without the date, version and random names that matplotlib writes, the same rows give the same
-    # file.
+    save(picture, figure)
+
+
+def seeds_of(count: int) -> str:
+    """So many seeds, in words.
+
+    >>> seeds_of(1), seeds_of(3)
+    ('1 seed', '3 seeds')
+    """
+    return f"{count} seed" + "s" * (count != 1)
+
+
+def save(picture: Figure, figure: Path) -> None:
+    """Write a picture and close it: the same rows give the same file.
+
+    Left out are the date, version and random names that matplotlib writes.
+    """
     unsaid = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[figure.suffix]
     try:
         with plt.rc_context({"svg.hashsalt": "fp8lab"}):

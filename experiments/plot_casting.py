@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.documents import fill
 from fp8lab.records import Row, read_rows, to_json, write_atomically
 
@@ -232,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

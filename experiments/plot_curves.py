@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -16,20 +17,55 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.plot import COLOURS, Curve, band
+from fp8lab.experiments.plot import COLOURS, Curve, band, save, seeds_of
+from fp8lab.experiments.row_checks import (
+    checker,
+    is_count,
+    is_list,
+    is_number,
+    is_table,
+    is_text,
+    is_truth,
+)
 from fp8lab.recipes import PRESETS
 from fp8lab.records import Row, number
 
 BASELINE = "bf16"
 CONFIDENCE = 0.95
-_RUN = {"preset", "seed", "parameters", "initial", "batches", "steps", "validation"} | {
-    "validation_loss",
-    "skipped",
-    "diverged",
-    "environment",
-    "date",
-    "command",
-}
+
+
+def _is_curve(value: Any) -> bool:
+    """Whether it is pairs of step and loss."""
+    return is_list(value) and all(
+        is_list(pair) and len(pair) == 2 and is_count(pair[0]) and is_number(pair[1])
+        for pair in value
+    )
+
+
+def _has_packages(value: Any) -> bool:
+    return is_table(value) and is_table(value.get("packages"))
+
+
+check_rows = checker(
+    "preset_curves",
+    {
+        "preset_curves": lambda value: is_table(value) and is_truth(value.get("large")),
+        "corpus": lambda value: is_table(value) and is_text(value.get("name")),
+        "environment": lambda value: is_table(value) and is_text(value.get("device")),
+        "model": lambda value: is_table(value) and is_count(value.get("context")),
+        "steps": is_count,
+        "batch": is_count,
+    },
+    {
+        **dict.fromkeys(("preset", "initial", "batches", "date", "command"), is_text),
+        **dict.fromkeys(("seed", "parameters", "steps", "skipped"), is_count),
+        "validation": _is_curve,
+        "validation_loss": is_number,
+        "diverged": is_truth,
+        "environment": _has_packages,
+    },
+)
+"""The rows of `preset_curves`, or a UserError that says what is wrong with them."""
 
 
 @dataclass(frozen=True)
@@ -102,24 +138,9 @@ def paired(rows: list[Row], preset: str) -> Paired:
     return Paired(differences)
 
 
-def check_rows(rows: list[Row], source: Path) -> list[Row]:
-    """The rows, where they are those of `preset_curves`.
-
-    Raises:
-        UserError: They are something else, or a run lacks something.
-    """
-    if not rows or "preset_curves" not in rows[0]:
-        raise UserError(f"{source} holds no runs of presets; give another --out")
-    for place, row in enumerate(rows[1:], start=2):
-        if not set(row) >= _RUN:
-            lacks = ", ".join(sorted(_RUN - set(row)))
-            raise UserError(f"{source}, line {place}, is damaged: it lacks {lacks}")
-    return rows
-
-
-def section_name(rows: list[Row]) -> str:
-    """Which section of a document these rows fill."""
-    return "preset curves" + (", large" if rows[0]["preset_curves"]["large"] else "")
+def section_name(large: bool) -> str:
+    """Which section of a document the rows of that model fill."""
+    return "preset curves" + ", large" * large
 
 
 def section(rows: list[Row]) -> str:
@@ -129,13 +150,12 @@ def section(rows: list[Row]) -> str:
     versions = ", ".join(
         f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name)
     )
-    seeds = sorted({row["seed"] for row in rows[1:]})
     head = ("preset", "final validation loss", "minus BF16 (95 % interval)", "pairs")
     table: list[tuple[str, ...]] = [(*head, "diverged", "skipped steps"), ("---",) * 6]
     table += [_line(rows, preset) for preset in _presets(rows)]
     return "\n".join(
         [
-            f"{_sizes(rows)}; {len(seeds)} seeds; {first['date']}, {versions};"
+            f"{_sizes(rows)}; {_seeds(rows)}; {first['date']}, {versions};"
             f" `{first['command']}`. Nats a byte.",
             "",
             *("| " + " | ".join(line) + " |" for line in table),
@@ -189,12 +209,10 @@ def draw(rows: list[Row], figure: Path) -> None:
         axis.grid(alpha=0.25)
     handles, labels = losses.get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=11)
-    seeds = len({row["seed"] for row in rows[1:]})
     picture.suptitle(
-        f"{_sizes(rows)}: mean over {seeds} seeds, bands from the smallest to the largest"
+        f"{_sizes(rows)}: mean over {_seeds(rows)}, bands from the smallest to the largest"
     )
-    picture.savefig(figure, dpi=110, metadata={"Software": None})
-    plt.close(picture)
+    save(picture, figure)
 
 
 def _ends(axis: Axes, rows: list[Row], presets: list[str], colours: dict[str, str]) -> None:
@@ -213,7 +231,7 @@ def _ends(axis: Axes, rows: list[Row], presets: list[str], colours: dict[str, st
         )
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(presets)), presets)
-    axis.set_ylim(len(presets) - 0.5, -0.5)
+    axis.set_ylim(max(len(presets), 1) - 0.5, -0.5)
     axis.set_xlabel("nats a byte")
     axis.locator_params(axis="x", nbins=5)
     mean = "mean, 95 % interval" if intervals else "one seed, no interval"
@@ -231,7 +249,9 @@ def _gaps(rows: list[Row], preset: str) -> list[dict[int, float]]:
             for row in rows[1:]
             if (row["preset"], row["seed"]) == (name, seed)
         )
-        found.append({step: number(own[step]) - number(other[step]) for step in own})
+        found.append(
+            {step: number(own[step]) - number(other[step]) for step in own if step in other}
+        )
     return found
 
 
@@ -259,6 +279,10 @@ def _sizes(rows: list[Row]) -> str:
         f"{_short(rows[1]['parameters'])} parameters, {_short(tokens)} tokens of"
         f" {head['corpus']['name']}, {'a CPU' if device == 'cpu' else device}"
     )
+
+
+def _seeds(rows: list[Row]) -> str:
+    return seeds_of(len({row["seed"] for row in rows[1:]}))
 
 
 def _short(count: int) -> str:

@@ -13,6 +13,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from fp8lab.errors import UserError
+from fp8lab.experiments.plot import save
+from fp8lab.experiments.row_checks import (
+    are_numbers,
+    checker,
+    is_count,
+    is_list,
+    is_number,
+    is_table,
+    is_text,
+    one_of,
+)
 from fp8lab.records import Row, number
 
 COLOURS = {"bf16": "#000000", "one ulp": "#999999", "fp8": "#D55E00", "fallback": "#0072B2"}
@@ -23,6 +35,39 @@ LABELS = {
     "fallback": "FP8 with fallback",
 }
 ROLES = {"input": "#009E73", "weight": "#E69F00", "grad_output": "#CC79A7"}
+
+
+def _is_event(value: Any) -> bool:
+    return (
+        is_table(value)
+        and is_text(value.get("layer"))
+        and is_count(value.get("step"))
+        and value.get("role") in list(ROLES)
+        and value.get("to") in ("bf16", "fp8")
+    )
+
+
+def _is_settings(value: Any) -> bool:
+    spike: Any = value.get("spike") if is_table(value) else None
+    whole = is_list(spike) and len(spike) == 2 and all(map(is_count, spike))
+    return whole and is_number(value.get("factor"))
+
+
+check_rows = checker(
+    "fallback_spike",
+    {"fallback_spike": _is_settings},
+    {
+        "condition": is_text,
+        "variant": one_of(*COLOURS),
+        "seed": is_count,
+        "loss": lambda value: are_numbers(value) and bool(value),
+        "places": lambda value: is_count(value) and value > 0,
+        "validation": lambda value: is_table(value) and are_numbers([*value.values()]),
+        "validation_loss": is_number,
+        "events": lambda value: is_list(value) and all(map(_is_event, value)),
+    },
+)
+"""The rows of `fallback_spike`, or a UserError that says what is wrong with them."""
 
 
 def table(rows: list[Row]) -> str:
@@ -42,7 +87,9 @@ def table(rows: list[Row]) -> str:
             if not chosen:
                 continue
             final = [number(row["validation_loss"]) for row in chosen]
-            after = [[number(loss) for loss in row["loss"][first - 1 :]] for row in chosen]
+            # A run that ended before has its last loss there.
+            kept = [row["loss"][first - 1 :] or row["loss"][-1:] for row in chosen]
+            after = [[number(loss) for loss in losses] for losses in kept]
             moves = [
                 np.mean([sum(e["to"] == to for e in row["events"]) for row in chosen])
                 for to in ("bf16", "fp8")
@@ -67,8 +114,14 @@ def _shown(values: list[float]) -> str:
 
 
 def draw(rows: list[Row], figure: Path) -> None:
-    """A column a condition: losses over steps, and which roles were in BF16 when (seed 0)."""
+    """A column a condition: losses over steps, and which roles were in BF16 when (seed 0).
+
+    Raises:
+        UserError: There is no run yet of a condition with the fallback.
+    """
     conditions = _conditions(rows)
+    if not conditions or not all(_chosen(rows, own, "fallback") for own in conditions):
+        raise UserError("runs are missing; give the command without --redraw first")
     picture, axes = plt.subplots(
         2,
         len(conditions),
@@ -90,8 +143,7 @@ def draw(rows: list[Row], figure: Path) -> None:
         f"A learning rate {rows[0]['fallback_spike']['factor']:g} times too high (grey):"
         " losses, and what the fallback moved to BF16"
     )
-    picture.savefig(figure, dpi=110, metadata={"Software": None})
-    plt.close(picture)
+    save(picture, figure)
 
 
 def _losses(axis: Axes, rows: list[Row], condition: str) -> None:

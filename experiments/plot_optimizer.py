@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.documents import fill
 from fp8lab.records import Row, read_rows
 
@@ -212,4 +213,4 @@ def _times(axis: Axes, rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

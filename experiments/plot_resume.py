@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from fp8lab.experiments.plot import save
 from fp8lab.records import Row, number
 
 COLOURS = {
@@ -107,8 +108,7 @@ def draw(rows: list[Row], figure: Path) -> None:
     )
     picture.suptitle("A resumed run that lacks a part of its state, against the run that went on")
     figure.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(figure, dpi=110, metadata={"Software": None})
-    plt.close(picture)
+    save(picture, figure)
 
 
 def _lines(panels: list[Axes], chosen: list[Row], gap: Any, variant: str, colour: str) -> None:

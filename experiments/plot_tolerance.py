@@ -15,6 +15,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
+from fp8lab.errors import UserError
+from fp8lab.experiments.plot import save
+from fp8lab.experiments.row_checks import checker, is_count, is_number, is_table, is_text
 from fp8lab.records import Row, number
 
 ALL = "all"
@@ -25,6 +28,25 @@ MEASURES = {
 }
 SHOWN = 12  # layers of a recipe in the table: those with the largest gradient errors
 SMALLEST = 1e-7  # what a colour is least
+
+
+check_rows = checker(
+    "layer_tolerance",
+    {
+        "layer_tolerance": lambda value: (
+            is_table(value) and is_count(value.get("batches")) and is_table(value.get("training"))
+        ),
+        "bf16": lambda value: (
+            is_table(value) and is_count(value.get("parameters")) and is_number(value.get("loss"))
+        ),
+        "environment": lambda value: is_table(value) and is_text(value.get("device")),
+    },
+    {
+        **dict.fromkeys(("layer", "recipe", "role"), is_text),
+        **dict.fromkeys(("loss", *MEASURES), is_number),
+    },
+)
+"""The rows of `layer_tolerance`, or a UserError that says what is wrong with them."""
 
 
 def ranked(rows: list[Row]) -> list[Row]:
@@ -80,8 +102,14 @@ def table(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], figure: Path) -> None:
-    """Heat maps over kinds of layers and blocks: a line a recipe and role, a column a measure."""
+    """Heat maps over kinds of layers and blocks: a line a recipe and role, a column a measure.
+
+    Raises:
+        UserError: No layer is scanned.
+    """
     groups = _groups(rows)
+    if not groups:
+        raise UserError("no layer is scanned yet; give the command without --redraw first")
     kinds, places = _axes_of(rows)
     height = 0.9 + 0.28 * len(kinds)
     picture, axes = plt.subplots(
@@ -102,8 +130,7 @@ def draw(rows: list[Row], figure: Path) -> None:
             axis.set_title(f"{what}: {title}", fontsize=8)
         picture.colorbar(image, ax=axes[:, column], shrink=0.8, aspect=30)
     picture.suptitle(_title(rows), fontsize=11)
-    picture.savefig(figure, dpi=110, metadata={"Software": None})
-    plt.close(picture)
+    save(picture, figure)
 
 
 def _heat(

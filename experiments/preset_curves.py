@@ -7,10 +7,10 @@
 A seed decides the initial weights and the batches, the same in every preset, so a preset is
 compared with BF16 seed by seed. So is `bf16_one_ulp`, BF16 with one weight moved by one ulp: two
 runs drift apart by chaos alone, and that is how far. Runs may be spread over many sittings: each is
-written to FILE as it ends (default figures/preset-curves.jsonl; with --large
-figures/h200/preset-curves.jsonl), and a later call with the same settings does only what is
+written to a file of rows as it ends, and a later call with the same settings does only what is
 missing. The first row says what the settings are; then comes one row a run, see
-`preset_run.finished`. The figure lies beside FILE.
+`preset_run.finished`. --out names that file (.jsonl) or the figure (.png, .pdf, .svg), and the
+other lies beside it (default figures/preset-curves.*; with --large figures/h200/preset-curves.*).
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ import torch
 
 from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
-from fp8lab.experiments.documents import fill
+from fp8lab.experiments.commands import (
+    check_distinct,
+    exit_code,
+    listed,
+    rows_and_figure,
+)
+from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.plot_curves import check_rows, draw, section, section_name
 from fp8lab.experiments.preset_run import CONTROL, attempt, configuration, head_of
-from fp8lab.experiments.sittings import Sitting, check_jobs, in_turn
+from fp8lab.experiments.sittings import Sitting
+from fp8lab.experiments.turns import check_jobs, in_turn
 from fp8lab.recipes import PRESETS
 from fp8lab.records import read_rows
 from fp8lab.training import check_device
@@ -48,7 +55,7 @@ def do_missing(
 
     def missing() -> list[TrainingConfig]:
         done = {(row["preset"], row["seed"]) for row in sitting.rows}
-        return [run for run in runs if (run.recipe.name, run.seed) not in done]
+        return [own for own in runs if (own.recipe.name, own.seed) not in done]
 
     print(f"{len(runs) - len(missing())} of {len(runs)} runs are done already")
     failed = 0
@@ -75,22 +82,19 @@ def do_missing(
 
 def _named(given: argparse.Namespace) -> list[TrainingConfig]:
     """The runs that were asked for, seed by seed: an early end leaves whole seeds."""
-    presets = [name.strip() for name in given.presets.split(",") if name.strip()]
-    seeds = [text.strip() for text in given.seeds.split(",") if text.strip()]
-    for option, found in (("--presets", presets), ("--seeds", seeds)):
-        if not found or len(set(found)) < len(found):
-            raise UserError(
-                f"{option} names {', '.join(found) or 'none'}; accepted: at least one, each once,"
-                " separated by commas"
-            )
-    wrong = [text for text in seeds if not text.isdecimal()]
+    presets, texts = listed(given.presets, "--presets"), listed(given.seeds, "--seeds")
+    wrong = [text for text in texts if not text.isdecimal()]
     if wrong:
         raise UserError(f"--seeds has {wrong[0]!r}; accepted: whole numbers, such as 0,1,2")
+    seeds = tuple(map(int, texts))
+    check_distinct(seeds, "--seeds")
     options = {"steps": given.steps, "device": given.device, "large": given.large}
-    return [configuration(name, int(seed), **options) for seed in seeds for name in presets]
+    runs = [configuration(name, seed, **options) for seed in seeds for name in presets]
+    check_distinct(tuple(run.recipe.name for run in runs[: len(presets)]), "--presets")
+    return runs
 
 
-def _sit(given: argparse.Namespace) -> int:
+def _sit(given: argparse.Namespace, path: Path) -> int:
     """Do what is missing; returns how many runs failed."""
     check_jobs(given.jobs, given.seconds)
     runs = _named(given)
@@ -99,7 +103,7 @@ def _sit(given: argparse.Namespace) -> int:
     corpus.check_context(runs[0].model.context)
     large = " --large" * given.large
     command = f"{COMMAND}{large} --device {given.device} --steps {given.steps}"
-    with Sitting(given.out, head_of(runs[0], corpus, large=given.large)) as sitting:
+    with Sitting(path, head_of(runs[0], corpus, large=given.large), check=check_rows) as sitting:
         failed = do_missing(sitting, runs, given, command)
         sitting.sort(lambda row: (row["seed"], row["preset"]))
     return failed
@@ -117,32 +121,30 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, metavar="S", help="begin no run after them (default no limit)"
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="in place of the plays")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="rows; the figure lies beside")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="rows, or figure")
     parser.add_argument("--redraw", action="store_true", help="from the rows that are there")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the table into it")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is missing, or only draw. Returns 1 where a run failed, 2 after a user's mistake."""
+    """Run what is missing, or only draw. Returns 1 where a run failed."""
     given = _parser().parse_args(arguments)
     given.steps = given.steps if given.steps is not None else (2000 if given.large else 200)
     given.device = given.device or ("cuda" if given.large else "cpu")
     folder = Path("figures/h200" if given.large else "figures")
-    given.out = given.out or folder / "preset-curves.jsonl"
-    try:
-        failed = 0 if given.redraw else _sit(given)
-        rows = check_rows(read_rows(given.out), given.out)
-        if given.redraw or len(rows) > 1:
-            draw(rows, given.out.with_suffix(".png"))
-            print(section(rows))
-            if given.document is not None:
-                fill(given.document, section_name(rows), section(rows))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    path, figure = rows_and_figure(given.out or folder / "preset-curves.jsonl")
+    if given.document is not None and not given.redraw:
+        check_document(given.document, section_name(given.large))
+    failed = 0 if given.redraw else _sit(given, path)
+    rows = check_rows(read_rows(path), path)
+    if given.redraw or len(rows) > 1:
+        draw(rows, figure)
+        print(section(rows))
+        if given.document is not None:
+            fill(given.document, section_name(rows[0]["preset_curves"]["large"]), section(rows))
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -25,6 +25,7 @@ import torch
 from fp8lab.bridge import to_numpy
 from fp8lab.emulation.adamw_orders import new_moments, new_param, step_constants
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import exit_code
 from fp8lab.optimizer_formats import (
     APEX,
     L2,
@@ -282,4 +283,4 @@ def write_golden(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -21,6 +21,7 @@ import triton.language as tl
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_cases import Case
 from fp8lab.experiments.bench_casting import ELEMENTS, measure, save, table
+from fp8lab.experiments.commands import exit_code
 from fp8lab.formats import E4M3
 from fp8lab.kernels.casting import quantize_with_transpose
 from fp8lab.kernels.casting_arithmetic import (
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

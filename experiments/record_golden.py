@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from fp8lab.bridge import to_numpy, to_torch
 from fp8lab.emulation.matmul import TENSOR_CORES
 from fp8lab.emulation.matmul import matmul as oracle
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import exit_code
 from fp8lab.kernels.dot_tile import dot_tile
 from fp8lab.kernels.matmul import matmul
 from fp8lab.records import environment
@@ -305,18 +305,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=OUT)
-    try:
-        folder = parser.parse_args().out
-        if not torch.cuda.is_available():
-            raise UserError("record_golden needs a CUDA device; tests read what it has recorded")
-        folder.mkdir(parents=True, exist_ok=True)
-        record_epilogues(folder / EPILOGUES)
-        record(folder / PRODUCTS)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    folder = parser.parse_args().out
+    if not torch.cuda.is_available():
+        raise UserError("record_golden needs a CUDA device; tests read what it has recorded")
+    folder.mkdir(parents=True, exist_ok=True)
+    record_epilogues(folder / EPILOGUES)
+    record(folder / PRODUCTS)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

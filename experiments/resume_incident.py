@@ -1,7 +1,7 @@
 """What a resumed run loses that lacks a part of its state: each part left out, beside controls.
 
     python -m fp8lab.experiments.resume_incident [--seeds N] [--condition NAME] [--variants A,B]
-                                  [--large] [--jobs N] [--seconds S] [--out FIGURE]
+                                  [--large] [--jobs N] [--seconds S] [--out FILE]
 
 A run is stopped after some steps. Its continuation is compared, step by step and on the same
 batches, with resumed runs that lack one part of the state; what is missing is as in a new run, as
@@ -9,10 +9,10 @@ batches, with resumed runs that lack one part of the state; what is missing is a
 be 0 bits at every step; and everything restored, with one weight moved by one ulp, which shows how
 far two runs drift apart by chaos alone.
 
-Rows go beside the figure, each as its run ends; given again, the command does what is missing. The
-state that is resumed from is a checkpoint in --work; where that is gone the common part is trained
-again, to the same bits. Several GPUs share the processes. --redraw draws the rows that are there.
-`docs/checkpoints.md` tells what was found.
+Rows go beside the figure, each as its run ends; given again, the command does what is missing.
+--out names either file. The state that is resumed from is a checkpoint in --work; where that is
+gone the common part is trained again, to the same bits. Several GPUs share the processes. --redraw
+draws the rows that are there. `docs/checkpoints.md` tells what was found.
 """
 
 from __future__ import annotations
@@ -29,9 +29,20 @@ from tqdm import tqdm
 from fp8lab.checkpoint_files import remove_folder
 from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
-from fp8lab.experiments.incident_runs import CONDITIONS, LOST, Case, Setting, cases_of, row_of
+from fp8lab.experiments.commands import check_at_least, exit_code, rows_and_figure
+from fp8lab.experiments.incident_runs import (
+    CONDITIONS,
+    LOST,
+    Case,
+    Setting,
+    can_lose,
+    cases_of,
+    check_rows,
+    row_of,
+)
 from fp8lab.experiments.plot_resume import draw, table
-from fp8lab.experiments.sittings import Sitting, check_jobs, in_turn
+from fp8lab.experiments.sittings import Sitting
+from fp8lab.experiments.turns import check_jobs, in_turn
 from fp8lab.records import Row, environment, read_rows
 from fp8lab.training import check_device
 
@@ -120,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--variants", metavar="A,B", help=f"of: {'; '.join(LOST)} (default all)")
     parser.add_argument("--large", action="store_true", help="122M parameters, on a GPU")
     parser.add_argument("--text", type=Path, metavar="FILE", help="in place of the plays")
-    parser.add_argument("--out", type=Path, metavar="FIGURE", help="(default in figures)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="figure, or rows")
     parser.add_argument(
         "--work",
         type=Path,
@@ -131,21 +142,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--redraw", action="store_true", help="from the rows that are there")
     given = parser.parse_args(arguments)
     folder = Path("figures/h200" if given.large else "figures")
-    out = given.out or folder / "resume-incident.png"
-    path = out.with_suffix(".jsonl")
+    path, figure = rows_and_figure(given.out or folder / "resume-incident.png")
     if not given.redraw:
         _sit(given, path)
-    rows = read_rows(path)
+    rows = check_rows(read_rows(path), path)
     if len({row.get("variant") for row in rows}) > 2:  # besides the head, something to compare
-        draw(rows, out)
+        draw(rows, figure)
         print(table(rows))
+    elif given.redraw:
+        raise UserError(f"{path} holds nothing to compare yet; give the command without --redraw")
 
 
 def _sit(given: argparse.Namespace, path: Path) -> None:
     check_jobs(given.jobs, given.seconds)
+    for option in ("seeds", "before", "after"):
+        check_at_least(getattr(given, option), 1, f"--{option}")
     device = "cuda" if given.large else "cpu"
     check_device(device)
     variants = variants_named(given.variants)
+    names = list(CONDITIONS) if given.condition is None else [given.condition]
+    for variant in () if given.variants is None else variants:
+        if not any(can_lose(name, variant) for name in names):
+            raise UserError(
+                f"--variants has {variant!r}, which the condition {', '.join(names)} cannot lose:"
+                " it has no such state; name another"
+            )
     corpus = load_corpus(given.text)
     settings = {"seeds": given.seeds, "before": given.before, "after": given.after}
     if given.large:
@@ -155,10 +176,9 @@ def _sit(given: argparse.Namespace, path: Path) -> None:
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "environment": environment(device),
     }
-    names = list(CONDITIONS) if given.condition is None else [given.condition]
     work = given.work / ("large" if given.large else "small")
-    setting = Setting(given.before, given.after, given.large, given.text, work)
-    with Sitting(path, head) as sitting:
+    setting = Setting(given.before, given.after, given.large, given.text, work, corpus.sha256)
+    with Sitting(path, head, check=check_rows) as sitting:
         cases = cases_of(names, given.seeds, variants)
         left = do_missing(sitting, cases, setting, jobs=given.jobs, seconds=given.seconds)
         order = ["continuous", *LOST]
@@ -174,4 +194,4 @@ def _sit(given: argparse.Namespace, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

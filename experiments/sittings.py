@@ -1,34 +1,23 @@
-"""Work that several sittings share: finished rows stay in a file, and only what is missing is done.
+"""Rows that several sittings fill: finished ones stay in a file, and only what is missing is done.
 
 A file of rows begins with a head that says what the experiment is; each other row is a finished
 piece of work, appended and synced as it ends. So a sitting may be killed at any moment, and the
-next one goes on. `in_turn` does pieces of work in spawned processes, until a sitting's time is up.
+next one goes on.
 """
 
 from __future__ import annotations
 
 import fcntl
-import gc
 import json
-import multiprocessing
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from fp8lab.errors import UserError
-from fp8lab.records import Row, to_json, write_atomically
-
-Task = TypeVar("Task")
-Result = TypeVar("Result")
-
-_LOOK_AGAIN = 0.2  # seconds after which it is seen that a task has become ready
+from fp8lab.records import Row, to_json
 
 
 class Sitting:
@@ -44,36 +33,50 @@ class Sitting:
         rows: The finished rows: those that were there, then those of this sitting.
 
     Raises:
-        UserError: The file holds other settings or rows of another machine, is damaged, or another
-            process works on it.
+        UserError: The file holds other settings, rows of another machine or something else, is
+            damaged, cannot be written, or another process works on it. It is as it was then.
     """
 
-    def __init__(self, path: Path, head: Row) -> None:
+    def __init__(
+        self,
+        path: Path,
+        head: Row,
+        *,
+        check: Callable[[list[Any], Path], object] | None = None,
+        late: str | None = None,
+    ) -> None:
         """Open the file, or begin it.
 
         Args:
             path: A .jsonl; its folder is made.
-            head: What the experiment is. An equal head must stand in a file that is there; of
-                `environment` only device and packages count.
+            head: What the experiment is, under its first key, and more. An equal head must stand in
+                a file that is there; of `environment` only device and packages count.
+            check: Raises a UserError where the rows that are there, the head first, are not whole.
+            late: A key of the head whose value is not known yet: `know` must be called before a
+                row is added.
         """
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+", encoding="utf-8")
+        self.path, self._late = path, late
+        self._file = _locked(path)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise UserError(f"another process works on {path}; wait for it") from None
-        try:
-            found = self._whole_rows()
-            if not found:
-                self._write(head)
-                found = [json.loads(to_json(head))]
-            _check_head(found[0], json.loads(to_json(head)), path)
-        except UserError:
+            self._begin(json.loads(to_json(head)), check)
+        except BaseException:
             self._file.close()
             raise
-        self.head, self.rows = found[0], found[1:]
+
+    def _begin(self, head: Row, check: Callable[[list[Any], Path], object] | None) -> None:
+        """Look at what is there; only a file of this experiment is changed."""
+        found, length = _whole_rows(self._file.readall() or b"", head, self.path)
+        if found:
+            _check_head(found[0], head, self.path, self._late)
+            if check is not None:
+                check(found, self.path)
+            self._cut(length)
+        self.head, self.rows = (found or [head])[0], found[1:]
+        self._begun = bool(found)
+        if not self._begun and self._late is None:
+            self._cut(0)
+            self._append(self.head)
+            self._begun = True
 
     def __enter__(self) -> Sitting:
         return self
@@ -84,157 +87,172 @@ class Sitting:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            if not self._begun and not os.fstat(self._file.fileno()).st_size:
+                self.path.unlink(missing_ok=True)  # nothing came of it
+        finally:
+            self._file.close()
+
+    def know(self, value: Any) -> None:
+        """Say what the `late` key of the head is.
+
+        Raises:
+            UserError: The rows that are there were made with another.
+        """
+        assert self._late is not None
+        said = json.loads(to_json(value))
+        if self._begun:
+            _check_head(self.head, {**self.head, self._late: said}, self.path)
+            return
+        self.head = {**self.head, self._late: said}
+        self._cut(0)
+        self._append(self.head)
+        self._begun = True
 
     def add(self, row: Row) -> None:
         """Append a row and wait until it is on the disk."""
-        self._write(row)
+        assert self._begun
+        self._append(row)
         self.rows.append(row)
 
     def sort(self, key: Callable[[Row], Any]) -> None:
         """Put the rows in an order that does not depend on which ended first."""
-        self.rows.sort(key=key)
-        write_atomically(self.path, "".join(to_json(row) + "\n" for row in (self.head, *self.rows)))
+        self.replace(sorted(self.rows, key=key))
 
-    def _write(self, row: Row) -> None:
-        self._file.write(to_json(row) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _whole_rows(self) -> list[Row]:
-        """The rows that are there; a last line that a kill cut short is cut off."""
-        self._file.seek(0)
-        text = self._file.read()
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            os.truncate(self.path, len(whole.encode()))
+    def replace(self, rows: list[Row]) -> None:
+        """Put these rows in the place of those that are there: all of them, or none."""
+        if rows == self.rows:
+            return
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError:
-            raise UserError(
-                f"{self.path} is damaged: a line is not JSON; remove the file"
-            ) from None
+            new = _locked(temporary)  # before it has the name: nobody comes between
+            try:
+                new.truncate(0)
+                _write(new, "".join(to_json(row) + "\n" for row in (self.head, *rows)), temporary)
+                temporary.replace(self.path)
+            except BaseException:
+                new.close()
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._file.close()
+        self._file, self.rows = new, rows
+
+    def _append(self, row: Row) -> None:
+        _write(self._file, to_json(row) + "\n", self.path)
+
+    def _cut(self, length: int) -> None:
+        """Cut off the end that a kill left; a last row whose line's end is missing gets it."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size > length:
+            self._file.truncate(length)
+        elif size < length:
+            _write(self._file, "\n", self.path)
 
 
-def _check_head(found: Any, wanted: Row, path: Path) -> None:
+def _locked(path: Path) -> FileIO:
+    """The file, for this process alone; a file that took its name meanwhile is opened instead."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path} is no plain file; name another --out")
+            file = FileIO(path, "a+")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; name another --out") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(f"another process works on {path}; wait for it") from None
+        if _has_name(file, path):
+            file.seek(0)
+            return file
+        file.close()
+
+
+def _has_name(file: FileIO, path: Path) -> bool:
+    """Whether the file that is open is the one that has the name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _write(file: FileIO, text: str, path: Path) -> None:
+    """Append it all and wait until it is on the disk; where that fails the file is as it was."""
+    before = os.fstat(file.fileno()).st_size
+    left = memoryview(text.encode())
+    try:
+        while left:
+            left = left[file.write(left) :]
+        os.fsync(file.fileno())
+    except OSError as error:
+        file.truncate(before)
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; rows that are finished are kept"
+        ) from None
+
+
+def _whole_rows(data: bytes, head: Row, path: Path) -> tuple[list[Any], int]:
+    """The rows, and how many bytes they take with their lines' ends.
+
+    A last line that a kill cut short is none, if the file is of this experiment.
+    """
+    *lines, last = data.split(b"\n")
+    length = len(data) - len(last)
+    if last and _is_row(last):  # all but its line's end
+        lines, length = [*lines, last], len(data) + 1
+    elif last and not lines and not _is_half(last, head):
+        raise UserError(f"{path} holds something else than {next(iter(head))}; name another --out")
+    try:
+        return [json.loads(line) for line in lines], length
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"{path} is damaged: a line is not JSON; name another --out, or remove the file"
+        ) from None
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_half(line: bytes, head: Row) -> bool:
+    """Whether that is all that a kill left of this head."""
+    opening = (to_json(head).partition('"environment"')[0]).encode()
+    return line.startswith(opening) or opening.startswith(line)
+
+
+def _check_head(found: Any, wanted: Row, path: Path, late: str | None = None) -> None:
     """Refuse to go on with rows that were made otherwise."""
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is damaged: its first line does not say what it holds")
+    experiment = next(iter(wanted))
+    if not isinstance(found, dict) or experiment not in found:
+        raise UserError(f"{path} holds something else than {experiment}; name another --out")
 
     def comparable(head: Row) -> Row:
-        here = head.get("environment", {})
-        own = {key: value for key, value in head.items() if key != "environment"}
+        here = head.get("environment")
+        here = here if isinstance(here, dict) else {}
+        own = {key: value for key, value in head.items() if key not in ("environment", late)}
         return own | {key: here.get(key) for key in ("device", "packages")}
 
-    was, now = comparable(found), comparable(wanted)
-    differs = [key for key in now | was if was.get(key) != now.get(key)]
-    if differs:
-        key = differs[0]
+    if (difference := _difference(comparable(found), comparable(wanted))) is not None:
+        keys, was, now = difference
         raise UserError(
-            f"{path} holds rows of another {key}: {to_json(was.get(key))}, now"
-            f" {to_json(now.get(key))}; choose another --out, or remove the file"
+            f"{path} holds rows of another {', '.join(keys)}: {to_json(was)}, now {to_json(now)};"
+            " choose another --out, or remove the file"
         )
 
 
-def check_jobs(jobs: int, seconds: float | None) -> None:
-    """Refuse what `in_turn` cannot do.
-
-    Raises:
-        UserError: With what is accepted.
-    """
-    if jobs < 1:
-        raise UserError(f"--jobs is {jobs}; accepted: 1 and up")
-    if seconds is not None and not seconds > 0:
-        raise UserError(f"--seconds is {seconds}; accepted: more than 0")
-
-
-def in_turn(
-    tasks: Sequence[Task],
-    work: Callable[[Task], Result],
-    *,
-    jobs: int = 1,
-    seconds: float | None = None,
-    gpus: int = 0,
-    ready: Callable[[Task], bool] = lambda _: True,
-) -> Iterator[tuple[Task, Result]]:
-    """Do tasks in their order, several at a time, and yield each with its result as it ends.
-
-    Args:
-        tasks: What to do.
-        work: Does one; for more than one job it must be importable in a spawned process, and dies
-            with this one.
-        jobs: Processes at a time; with 1 this process works itself.
-        seconds: After so many nothing new is begun; what was begun ends. None: no limit.
-        gpus: Over how many GPUs the processes are spread; 0: none is chosen.
-        ready: Whether a task can be begun yet; those that cannot wait for the others.
-
-    Raises:
-        UserError: A process was killed. What `work` raises is raised.
-    """
-    check_jobs(jobs, seconds)
-    end = float("inf") if seconds is None else time.monotonic() + seconds
-    waiting = list(tasks)
-
-    def following() -> Task | None:
-        if time.monotonic() >= end:
-            waiting.clear()
-        found = next((task for task in waiting if ready(task)), None)
-        if found is not None:
-            waiting.remove(found)
-        return found
-
-    if jobs == 1:
-        while (task := following()) is not None:
-            yield task, _done(work, task)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        jobs, context, initializer=_begin_process, initargs=(context.Value("i", 0), gpus)
-    )
-    running: dict[Future[Result], Task] = {}
-    try:
-        while True:
-            while len(running) < jobs and (task := following()) is not None:
-                running[pool.submit(_done, work, task)] = task
-            if not running:
-                return
-            done, _ = wait(running, _LOOK_AGAIN if waiting else None, FIRST_COMPLETED)
-            for future in done:
-                yield running.pop(future), future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a process was killed (out of memory?); finished rows are kept: give the same command"
-            " again, with a smaller --jobs"
-        ) from None
-    finally:
-        pool.shutdown(wait=not running, cancel_futures=True)
-
-
-def _done(work: Callable[[Task], Result], task: Task) -> Result:
-    """Do a task, and give its GPU's memory back: the next one, or another process, needs it."""
-    try:
-        return work(task)
-    finally:
-        gc.collect()  # a run and its CUDA graph refer to each other
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-
-
-def _begin_process(counter: Any, gpus: int) -> None:
-    """Give a process its GPU, and see to it that it does not outlive the one that began it."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if gpus:
-        import torch
-
-        with counter.get_lock():
-            place = counter.value
-            counter.value += 1
-        torch.cuda.set_device(place % gpus)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _difference(was: Any, now: Any) -> tuple[list[str], Any, Any] | None:
+    """The first difference of two tables: the keys that lead to it, and what is there."""
+    if was == now:
+        return None
+    if isinstance(was, dict) and isinstance(now, dict):
+        key = next(key for key in now | was if was.get(key) != now.get(key))
+        inner = _difference(was.get(key), now.get(key))
+        assert inner is not None
+        return [key, *inner[0]], *inner[1:]
+    return [], was, now

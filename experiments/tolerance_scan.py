@@ -9,7 +9,7 @@ its operands are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -26,6 +26,29 @@ from fp8lab.records import Row, short_float32
 
 ALL = "all"  # the role of a layer that takes the whole recipe
 BF16 = recipe_named("bf16")
+
+Place = tuple[str, str, str]  # recipe, layer, role: what a row is of
+
+
+def roles_of(alone: bool) -> tuple[str, ...]:
+    """Each layer with the whole recipe, and with `alone` with each operand by itself, too."""
+    return (ALL, *OPERANDS) if alone else (ALL,)
+
+
+def chosen_layers(model: nn.Module, patterns: str | Sequence[str], products: str) -> list[str]:
+    """Names of the layers that the patterns choose and FP8 fits, which are put in BF16.
+
+    Raises:
+        UserError: A pattern matches no linear layer, or FP8 fits none.
+    """
+    convert(model, BF16, include=patterns, products=products)
+    report = conversion_report(model)
+    wanted = (patterns,) if isinstance(patterns, str) else patterns
+    chosen = [n for n in report.converted if any(fnmatchcase(n, own) for own in wanted)]
+    if not chosen:
+        name, why = next(iter(report.left.items()))
+        raise UserError(f"FP8 fits none of the chosen layers; {name!r}: {why}")
+    return chosen
 
 
 @dataclass
@@ -71,13 +94,7 @@ class Scan:
         """
         if batches < 1:
             raise UserError(f"batches is {batches}; accepted: 1 and up")
-        convert(model, BF16, include=patterns, products=products)
-        report = conversion_report(model)
-        wanted = (patterns,) if isinstance(patterns, str) else patterns
-        chosen = [n for n in report.converted if any(fnmatchcase(n, own) for own in wanted)]
-        if not chosen:
-            name, why = next(iter(report.left.items()))
-            raise UserError(f"FP8 fits none of the chosen layers; {name!r}: {why}")
+        chosen = chosen_layers(model, patterns, products)
         scan = cls(model, gradients, batches, products, chosen)
         for place in range(batches):
             scan._losses.append(float(gradients(place)))
@@ -88,8 +105,10 @@ class Scan:
             raise UserError(f"in BF16 the gradients' norm is {scan.norm}; nothing to compare with")
         return scan
 
-    def rows(self, recipe: Recipe, *, roles: bool = False) -> Iterator[Row]:
-        """A row a layer, and with `roles` one for each of its operands alone.
+    def rows(
+        self, recipe: Recipe, *, roles: bool = False, done: Collection[Place] = ()
+    ) -> Iterator[Row]:
+        """A row a layer, and with `roles` one for each of its operands alone; not those in `done`.
 
         A row has layer, recipe, role, `loss` (mean over the batches), `loss_difference` (from all
         in BF16), `gradient_error` (norm of the difference of all gradients over their norm in
@@ -97,7 +116,9 @@ class Scan:
         """
         check_recipe(recipe)
         for name in self.layers:
-            for role in (ALL, *OPERANDS) if roles else (ALL,):
+            for role in roles_of(roles):
+                if (recipe.name, name, role) in done:
+                    continue
                 with self._alone(name, recipe, role):
                     measures = self._measures(name)
                 yield {"layer": name, "recipe": recipe.name, "role": role, **measures}

@@ -85,7 +85,7 @@ def start_training(given: argparse.Namespace, config: TrainingConfig) -> int:
     if given.fallback is not None:
         config = replace(config, fallback=fallback_from_text(given.fallback))
     if given.keep is not None:
-        config = replace(config, keep=tuple(given.keep.split(",")))
+        config = replace(config, keep=tuple(name.strip() for name in given.keep.split(",")))
     if given.telemetry:
         config = replace(config, telemetry=True)
     plan = _plan(given)

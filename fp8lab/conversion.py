@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fp8lab.conversion_names import nothing_matched, sensitive_layers
+from fp8lab.conversion_names import nothing_matched, patterns_of, sensitive_layers
 from fp8lab.errors import UserError
 from fp8lab.linear import DTYPES, Fp8Linear, check_kernels, check_products
 from fp8lab.recipes import Recipe, recipe_named
@@ -88,8 +88,11 @@ def convert(
             that FP8 does not fit where `strict` or a pattern without wildcards asks for it, or
             kernels asked for where they do not run. The model is as it was then.
     """
-    rules = _rules(recipe, _patterns(include, "include"))
-    without = _patterns(exclude, "exclude")
+    chosen_by = patterns_of(include, "include")
+    if not chosen_by:
+        raise UserError("include is empty; name at least one pattern")
+    rules = _rules(recipe, chosen_by)
+    without = patterns_of(exclude, "exclude")
     both = sorted(set(rules) & set(without))
     if both:
         raise UserError(f"pattern {both[0]!r} is both included and excluded; keep one of them")
@@ -99,7 +102,7 @@ def convert(
     for pattern in (*rules, *without):
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise UserError(nothing_matched(pattern, layers))
-    kept = set(sensitive_layers(model, _patterns(keep, "keep")))
+    kept = set(sensitive_layers(model, patterns_of(keep, "keep")))
 
     chosen_recipes: dict[str, Recipe] = {}
     left: dict[str, str] = {}
@@ -179,7 +182,7 @@ def keep_in_bf16(model: nn.Module, names: str | Sequence[str]) -> nn.Module:
     Raises:
         UserError: A name or pattern that matches nothing. The model is as it was then.
     """
-    chosen = set(sensitive_layers(model, _patterns(names, "keep")))
+    chosen = set(sensitive_layers(model, patterns_of(names, "keep")))
     layers = dict(model.named_modules())
     for name in (*chosen,):
         layer = layers[name]
@@ -211,7 +214,7 @@ def _rules(
         raise UserError("include is given beside recipes by pattern; their patterns say it already")
     if not recipe:
         raise UserError("no recipes; name at least one pattern")
-    _patterns(tuple(recipe), "recipe")
+    patterns_of(tuple(recipe), "recipe")
     return {pattern: _as_recipe(found) for pattern, found in recipe.items()}
 
 
@@ -232,15 +235,3 @@ def _recipe_for(name: str, rules: Mapping[str, Recipe]) -> Recipe | None:
         shown = " and ".join(f"{pattern!r} ({r.name})" for pattern, r in matching.items())
         raise UserError(f"layer {name!r} is matched by {shown}; make the patterns exclusive")
     return next(iter(matching.values()), None)
-
-
-def _patterns(given: str | Sequence[str], argument: str) -> tuple[str, ...]:
-    if not isinstance(given, str | Sequence):
-        raise UserError(f"{argument} is {given!r}; accepted: a pattern, or a list of patterns")
-    patterns = (given,) if isinstance(given, str) else tuple(given)
-    if argument == "include" and not patterns:
-        raise UserError("include is empty; name at least one pattern")
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise UserError(f"{argument} holds {pattern!r}; accepted: patterns, as texts")
-    return patterns

@@ -9,14 +9,16 @@ first in the order of modules). Where there is none, every linear layer is a blo
     head        the linear layers outside the blocks that come after the first of them; where there
                 are none, the model's last linear layer
     embeddings  linear layers that share the weight of an embedding (a tied head). Embeddings are
-                no linear layers and are never FP8; a model without one has no such name.
+                no linear layers and are never FP8; where none is tied, there is no such name.
 
-Every other name is a pattern of `fnmatch` on the names of `model.named_modules()`.
+Every other name is a pattern of `fnmatch` on the names of `model.named_modules()`: the first one
+that each layer has, where it has several. A layer that is itself named "first" is meant by a
+pattern that is not that word: "[f]irst".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -40,7 +42,7 @@ def sensitive_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
         elif name in SENSITIVE:
             if not layers:
                 raise UserError(nothing_matched(name, layers))
-            chosen.update(_of_blocks(model, list(layers), name))
+            chosen.update(_of_blocks(model, name))
         else:
             matching = [own for own in layers if fnmatchcase(own, name)]
             if not matching:
@@ -49,6 +51,25 @@ def sensitive_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
                 )
             chosen.update(matching)
     return [name for name in layers if name in chosen]
+
+
+def patterns_of(given: object, argument: str) -> tuple[str, ...]:
+    """One pattern or several, as an argument gives them.
+
+    Args:
+        given: What the caller gave.
+        argument: What it is called, for the message.
+
+    Raises:
+        UserError: It is neither a text nor a sequence of texts.
+    """
+    if not isinstance(given, str | Sequence):
+        raise UserError(f"{argument} is {given!r}; accepted: a pattern, or a list of patterns")
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise UserError(f"{argument} holds {pattern!r}; accepted: patterns, as texts")
+    return patterns
 
 
 def nothing_matched(pattern: str, layers: Mapping[str, object]) -> str:
@@ -60,42 +81,51 @@ def nothing_matched(pattern: str, layers: Mapping[str, object]) -> str:
     return f"pattern {pattern!r} matches no linear layer; there are: {shown}"
 
 
-def blocks_of(model: nn.Module) -> list[list[str]]:
-    """The linear layers of each block, by name; see above."""
-    found: list[list[str]] = []
-    for name, module in model.named_modules():
+def blocks_of(model: nn.Module) -> tuple[nn.Module, list[list[nn.Linear]]]:
+    """What holds the blocks, and the linear layers of each; see above."""
+    holder, found = model, [[layer] for layer in _linear_layers(model)]
+    most = 0
+    for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        prefix = f"{name}." if name else ""
-        inside = {
-            child: _linear_names(below, f"{prefix}{child}")
-            for child, below in module.named_children()
-        }
-        filled = {child: own for child, own in inside.items() if own}
-        classes = {type(module.get_submodule(child)) for child in filled}
+        filled = {child: own for child in module.children() if (own := _linear_layers(child))}
+        classes = {type(child) for child in filled}
         size = sum(map(len, filled.values()))
-        if len(classes) == 1 and size > sum(map(len, found)):
-            found = list(filled.values())
-    return found or [[name] for name in _linear_names(model, "")]
+        if len(classes) == 1 and size > most:
+            holder, found, most = module, list(filled.values()), size
+    return holder, found
 
 
-def _linear_names(module: nn.Module, prefix: str) -> list[str]:
-    return [
-        ".".join(part for part in (prefix, name) if part)
-        for name, own in module.named_modules()
-        if isinstance(own, nn.Linear)
-    ]
+def _linear_layers(module: nn.Module) -> list[nn.Linear]:
+    return [own for own in module.modules() if isinstance(own, nn.Linear)]
 
 
-def _of_blocks(model: nn.Module, layers: list[str], name: str) -> list[str]:
-    blocks = blocks_of(model)
+def _of_blocks(model: nn.Module, name: str) -> list[str]:
+    """The names of the layers that "first", "last" or "head" means."""
+    # A layer or a block may have several names: objects are compared, and named at the end.
+    holder, blocks = blocks_of(model)
     if name == "first":
-        return blocks[0]
-    if name == "last":
-        return blocks[-1]
-    inside = {own for block in blocks for own in block}
-    after = layers[layers.index(blocks[0][0]) :]
-    return [own for own in after if own not in inside] or layers[-1:]
+        chosen = blocks[0]
+    elif name == "last":
+        chosen = blocks[-1]
+    else:
+        inside = {id(own) for block in blocks for own in block}
+        visits = list(_visits(model))
+        start = next(place for place, own in enumerate(visits) if own is holder)
+        after = [own for own in visits[start:] if isinstance(own, nn.Linear)]
+        chosen = [own for own in after if id(own) not in inside] or _linear_layers(model)[-1:]
+    wanted = {id(own) for own in chosen}
+    return [own for own, layer in model.named_modules() if id(layer) in wanted]
+
+
+def _visits(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[nn.Module]:
+    """Every place of a model in order, so that what stands in two places comes twice."""
+    if any(module is own for own in above):
+        return
+    yield module
+    for child in module._modules.values():  # `children` names each one once
+        if child is not None:
+            yield from _visits(child, (*above, module))
 
 
 def _tied(model: nn.Module, layers: Mapping[str, nn.Linear]) -> list[str]:
@@ -105,4 +135,10 @@ def _tied(model: nn.Module, layers: Mapping[str, nn.Linear]) -> list[str]:
             "'embeddings' matches nothing: the model has no torch.nn.Embedding; leave it out, or"
             " name a layer"
         )
-    return [name for name, layer in layers.items() if id(layer.weight) in weights]
+    tied = [name for name, layer in layers.items() if id(layer.weight) in weights]
+    if not tied:
+        raise UserError(
+            "'embeddings' matches nothing: no linear layer shares the weight of an embedding, and"
+            " embeddings themselves are never FP8; leave it out, or name a layer"
+        )
+    return tied

@@ -13,17 +13,27 @@ is plain numbers, so that it survives a checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fp8lab.errors import UserError
 
 SIGNS = ("overflow", "sqnr_db", "gradient_spike")
+FINEST = 3  # mantissa bits of the finest 8-bit format, E4M3
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def most_sqnr_db(mantissa_bits: int) -> float:
+    """The SQNR, decibels, that a format gives to values which are spread over its steps.
+
+    The squared error of rounding to a step is its square over 12 in the mean, and a value is less
+    than 2^(mantissa_bits + 1) steps. Values that happen to be codes lose less.
+    """
+    return 20 * math.log10(2.0 ** (mantissa_bits + 1)) + 10 * math.log10(12)
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class FallbackRule:
 
     Attributes:
         overflow: A window whose overflow is above this is bad; None: overflow says nothing.
-        sqnr_db: One whose SQNR is below this is bad; None likewise.
+        sqnr_db: One whose SQNR is below this is bad, above 0; None likewise. With the margin on
+            top it must be within what a format gives, see `most_sqnr_db`.
         gradient_spike: One whose gradient norm is more than this many times the usual is bad; None
             likewise.
         after: Bad windows in a row before the fall, 1 and up.
@@ -77,11 +88,17 @@ class FallbackRule:
                 f"fallback: no sign has a limit, so the rule can never fire; set one of"
                 f" {', '.join(SIGNS)}"
             )
-        for name, accepted, ok in (
+        limits: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
             ("overflow", "0 up to, but not, 1 (at 1 it can never fire)", lambda v: 0 <= v < 1),
-            ("sqnr_db", "a finite number of decibels", math.isfinite),
+            (
+                "sqnr_db",
+                "a finite number of decibels above 0 (at 0 nothing of a tensor is left, so at less"
+                " it can never fire)",
+                lambda v: 0 < v < math.inf,
+            ),
             ("gradient_spike", "above 1, finite", lambda v: 1 < v < math.inf),
-        ):
+        )
+        for name, accepted, ok in limits:
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and ok(value)):
                 raise UserError(f"fallback: {name} is {value!r}; accepted: {accepted}, or None")
@@ -97,10 +114,24 @@ class FallbackRule:
                 " below 1, which no gradient norm stays under for long: the role could never"
                 " return; raise the limit or lower the margin"
             )
+        if self.sqnr_to_return > most_sqnr_db(FINEST):
+            raise UserError(
+                f"fallback: sqnr_db {self.sqnr_db:g} with margin {self.margin:g} asks for"
+                f" {self.sqnr_to_return:.1f} dB before a return, and no 8-bit format gives more"
+                f" than {most_sqnr_db(FINEST):.1f}: the role could never return; lower the limit or"
+                " the margin"
+            )
         if self.longest < self.recover:
             raise UserError(
                 f"fallback: longest is {self.longest}; accepted: at least recover, {self.recover}"
             )
+
+    @property
+    def sqnr_to_return(self) -> float:
+        """The SQNR, decibels, from which a window is good; minus infinity where it says nothing."""
+        if self.sqnr_db is None:
+            return -math.inf
+        return self.sqnr_db + 20 * math.log10(self.margin)
 
     def why_bad(self, signs: WindowSigns) -> str | None:
         """Which sign makes a window bad; None where none does. NaN is bad."""
@@ -122,7 +153,7 @@ class FallbackRule:
                 continue
             seen = True
             if name == "sqnr_db":
-                safe = value >= limit + 20 * math.log10(self.margin)
+                safe = value >= self.sqnr_to_return
             else:
                 safe = value <= limit / self.margin
             if not safe:  # NaN is never safe
@@ -163,10 +194,11 @@ class FallbackState:
             UserError: A name is missing or unknown, or a value is no integer that can be.
         """
         names = [own.name for own in fields(cls)]
+        if not isinstance(table, Mapping):
+            raise UserError(f"a fallback state is {table!r}; accepted: {', '.join(names)}")
         if set(table) != set(names):
-            raise UserError(
-                f"a fallback state holds {', '.join(sorted(table))}; accepted: {', '.join(names)}"
-            )
+            found = ", ".join(sorted(map(str, table)))
+            raise UserError(f"a fallback state holds {found}; accepted: {', '.join(names)}")
         for name, value in table.items():
             least = -1 if name == "since" else 0
             if not isinstance(value, int) or value < least:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fp8lab.conversion_names import patterns_of
 from fp8lab.errors import UserError
 from fp8lab.fallback import FallbackRule
 from fp8lab.recipes import OPERANDS
@@ -19,7 +20,7 @@ class FallbackConfig:
         rule: When a role falls back and returns.
         window: Steps a window, 1 and up.
         every: Of the steps, each so many-th is watched, 1 to `window`.
-        layers: Patterns of `fnmatch` on the names of FP8 layers; the others stay in FP8.
+        layers: Patterns of `fnmatch` on the names of FP8 layers, or one; the others stay in FP8.
         roles: Which operands may leave FP8.
     """
 
@@ -30,6 +31,8 @@ class FallbackConfig:
     roles: tuple[str, ...] = OPERANDS
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rule, FallbackRule):
+            raise UserError(f"fallback: rule is {self.rule!r}; accepted: a FallbackRule")
         for name, accepted, largest in (
             ("window", "an integer, 1 and up", 10**9),
             ("every", f"an integer, 1 to the window, {self.window}", self.window),
@@ -38,7 +41,9 @@ class FallbackConfig:
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
                 raise UserError(f"fallback: {name} is {value!r}; accepted: {accepted}")
         for name in ("layers", "roles"):
-            if not getattr(self, name):
+            given = patterns_of(getattr(self, name), f"fallback: {name}")
+            object.__setattr__(self, name, given)
+            if not given:
                 raise UserError(f"fallback: {name} is empty, so that the rule can never fire")
         for role in self.roles:
             if role not in OPERANDS:
@@ -59,9 +64,7 @@ def fallback_from_dict(table: Mapping[str, Any]) -> FallbackConfig:
         UserError: A value that cannot be.
         TypeError: A name that there is not.
     """
-    lists = {name: tuple(table[name]) for name in ("layers", "roles") if name in table}
-    rule = FallbackRule(**table.get("rule", {}))
-    return FallbackConfig(**{**table, **lists, "rule": rule})
+    return FallbackConfig(**{**table, "rule": FallbackRule(**table.get("rule", {}))})
 
 
 def fallback_from_text(text: str) -> FallbackConfig:
@@ -71,7 +74,7 @@ def fallback_from_text(text: str) -> FallbackConfig:
     roles are joined by "+". An empty text is the defaults.
 
     Raises:
-        UserError: A name that there is not, or a value that cannot be.
+        UserError: A name that there is not or that comes twice, or a value that cannot be.
     """
     of_rule = [own.name for own in fields(FallbackRule)]
     others = [own.name for own in fields(FallbackConfig) if own.name != "rule"]
@@ -84,6 +87,8 @@ def fallback_from_text(text: str) -> FallbackConfig:
                 f"fallback: setting {setting!r}; accepted: NAME=VALUE, joined by colons, with the"
                 f" names {', '.join((*of_rule, *others))}"
             )
+        if name in rule or name in found:
+            raise UserError(f"fallback: {name} is given twice; give it once")
         if name in ("layers", "roles"):
             found[name] = tuple(value.split("+"))
         else:

@@ -14,10 +14,9 @@ graph that was captured before it must be captured anew: `fallback.switches` has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -25,17 +24,11 @@ from torch import nn
 from fp8lab.errors import UserError
 from fp8lab.fallback import FallbackRule, FallbackState, Switch, WindowSigns, advance
 from fp8lab.fallback_config import FallbackConfig, fallback_from_dict, fallback_from_text
-from fp8lab.fallback_signs import (
-    CountedCasts,
-    GradientSpikes,
-    Place,
-    SignSource,
-    signs_from_dict,
-    worst,
-)
+from fp8lab.fallback_layers import casts_of, check_reachable, fp8_roles, watched_layers
+from fp8lab.fallback_saved import by_layer, read_saved
+from fp8lab.fallback_signs import CountedCasts, GradientSpikes, Place, SignSource, worst
 from fp8lab.gradients import LossScaler
-from fp8lab.linear import Fp8Linear
-from fp8lab.recipes import OPERANDS, PRODUCT_OPERANDS
+from fp8lab.watched_casts import WatchedCasts
 
 __all__ = [
     "Event",
@@ -53,8 +46,8 @@ class Fallback:
     """Watches a model's FP8 layers and moves their roles.
 
     Args:
-        model: Converted; its FP8 layers stay what they are. Roles that were in BF16 by hand go by
-            the rule from now on.
+        model: Converted before, and not again. Roles that were in BF16 by hand go by the rule from
+            now on.
         config: A rule, or a whole `FallbackConfig`.
         source: Where the signs of casts come from; None counts them (`CountedCasts`).
         settings: Of `FallbackConfig`, in place of those in `config`.
@@ -65,7 +58,8 @@ class Fallback:
             why (a sign's name, or "recovered"), step, and of a fall `wait`, windows.
 
     Raises:
-        UserError: A pattern that matches no FP8 layer, or no chosen role that is in FP8.
+        UserError: A pattern that matches no FP8 layer, no chosen role that is in FP8, or a rule
+            that can never fire or never return for them.
     """
 
     def __init__(
@@ -77,13 +71,14 @@ class Fallback:
         **settings: Any,
     ) -> None:
         if not isinstance(config, FallbackConfig):
-            config = FallbackConfig(config or FallbackRule())
-        for name in ("layers", "roles"):
-            if name in settings:
-                given = settings[name]
-                settings[name] = (given,) if isinstance(given, str) else tuple(given)
+            config = FallbackConfig(FallbackRule() if config is None else config)
         self.config = replace(config, **settings)
         self._watched = watched_layers(model, self.config.layers, self.config.roles)
+        check_reachable(self.config.rule, self._watched)
+        layers, roles = self.config.layers, self.config.roles
+        self._casts = WatchedCasts(
+            "fallback", model, lambda: casts_of(fp8_roles(model, layers, roles))
+        )
         self._layers = {name: layer for name, (layer, _) in self._watched.items()}
         sums = self.config.rule.sqnr_db is not None
         self._source = CountedCasts(self._watched, sums=sums) if source is None else source
@@ -91,6 +86,7 @@ class Fallback:
         self._window: dict[Place, WindowSigns] = {}
         self._spikes = GradientSpikes()
         self._steps = 0
+        self._open = False
         self.events: list[Event] = []
         self._apply()
 
@@ -115,10 +111,23 @@ class Fallback:
 
         Args:
             scaler: What the loss was scaled by, so that gradients can be compared.
+
+        Raises:
+            UserError: The step is watched by this fallback already, or the model was converted
+                since.
         """
-        if not self.watches_next:
-            yield
-            return
+        if self._open:
+            raise UserError("fallback: this step is watched already; call watching once a step")
+        self._open = True
+        try:
+            with self._counting(scaler) if self.watches_next else nullcontext():
+                yield
+        finally:
+            self._open = False
+
+    @contextmanager
+    def _counting(self, scaler: LossScaler | None) -> Iterator[None]:
+        self._casts.check()
         self._source.start()
         try:
             yield
@@ -160,8 +169,8 @@ class Fallback:
         """Decisions, the window so far, gradient norms and events, as plain values."""
         return {
             "steps": self._steps,
-            "states": _by_layer({place: own.to_dict() for place, own in self._states.items()}),
-            "window": _by_layer({place: asdict(own) for place, own in self._window.items()}),
+            "states": by_layer({place: own.to_dict() for place, own in self._states.items()}),
+            "window": by_layer({place: asdict(own) for place, own in self._window.items()}),
             "norms": {name: list(norms) for name, norms in self._spikes.norms.items()},
             "events": [dict(event) for event in self.events],
         }
@@ -170,23 +179,21 @@ class Fallback:
         """Take a state over, and move the roles to where they were.
 
         Raises:
-            UserError: It is of other layers or roles, or damaged. Nothing is changed then.
+            UserError: It is of other layers or roles, or damaged; or the model was converted since.
+                Nothing is changed then.
         """
-        states = {
-            place: FallbackState.from_dict(own) for place, own in _places_of(state_dict["states"])
-        }
-        if states.keys() != self._states.keys():
-            unlike = sorted(states.keys() ^ self._states.keys())[0]
+        self._casts.check()
+        saved = read_saved(state_dict, self._layers)
+        if saved.states.keys() != self._states.keys():
+            unlike = min(saved.states.keys() ^ self._states.keys())
             raise UserError(
                 f"the saved fallback and this one do not watch the same: {'.'.join(unlike)} is in"
                 " one of them alone"
             )
-        window = {place: signs_from_dict(own) for place, own in _places_of(state_dict["window"])}
-        self._states = {place: states[place] for place in self._states}
-        self._window = window
-        self._spikes.norms = {name: list(own) for name, own in state_dict["norms"].items()}
-        self._steps = state_dict["steps"]
-        self.events = [dict(event) for event in state_dict["events"]]
+        self._states = {place: saved.states[place] for place in self._states}
+        self._window = saved.window
+        self._spikes.norms = saved.norms
+        self._steps, self.events = saved.steps, saved.events
         self._apply()
 
     def _places(self) -> Iterator[Place]:
@@ -205,57 +212,8 @@ class Fallback:
             layer.set_bf16_roles(role for own, role in fallen if own == name)
 
 
-def watched_layers(
-    model: nn.Module, patterns: Sequence[str], roles: Sequence[str]
-) -> dict[str, tuple[Fp8Linear, tuple[str, ...]]]:
-    """The FP8 layers that patterns choose, each with those of the roles that are in FP8.
-
-    Raises:
-        UserError: A pattern that matches no FP8 layer, or nothing that is in FP8.
-    """
-    layers = {name: own for name, own in model.named_modules() if isinstance(own, Fp8Linear)}
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in layers):
-            shown = ", ".join(list(layers)[:8]) + (", ..." if len(layers) > 8 else "")
-            raise UserError(
-                f"fallback: pattern {pattern!r} matches no FP8 layer; there are: {shown or 'none'}"
-            )
-    found = {}
-    for name, layer in layers.items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            own = tuple(role for role in OPERANDS if role in roles and _is_fp8(layer, role))
-            if own:
-                found[name] = layer, own
-    if not found:
-        raise UserError(
-            f"fallback: none of the roles {', '.join(roles)} of the chosen layers is in FP8, so the"
-            " rule can never fire; choose another recipe, or other layers"
-        )
-    return found
-
-
-def _is_fp8(layer: Fp8Linear, role: str) -> bool:
-    return any(
-        layer.recipe.in_fp8(name) and role in (own for own, _ in operands)
-        for name, operands in PRODUCT_OPERANDS.items()
-    )
-
-
 def _event(place: Place, switch: Switch, step: int) -> Event:
     layer, role = place
     event: Event = {"event": "fallback", "layer": layer, "role": role, "to": switch.to}
     event |= {"why": switch.reason, "step": step}
     return event | ({"wait": switch.wait} if switch.wait else {})
-
-
-def _by_layer(table: Mapping[Place, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for (layer, role), own in table.items():
-        found.setdefault(layer, {})[role] = own
-    return found
-
-
-def _places_of(table: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Place, Any]]:
-    for layer, roles in table.items():
-        for role, own in roles.items():
-            yield (layer, role), own

@@ -114,8 +114,10 @@ def signs_from_dict(table: Mapping[str, Any]) -> WindowSigns:
     """What `asdict` made of them, for a checkpoint.
 
     Raises:
-        UserError: A name is unknown, or a value is no number.
+        UserError: It is no table, a name is unknown, or a value is no number.
     """
+    if not isinstance(table, Mapping):
+        raise UserError(f"a window's signs are {table!r}; accepted: {', '.join(SIGNS)}")
     for name, value in table.items():
         if name not in SIGNS or not (value is None or isinstance(value, int | float)):
             raise UserError(

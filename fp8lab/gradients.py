@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ __all__ = [
     "UpdateStep",
     "accumulate_in_float32",
     "gradient_norm",
+    "scaler_of",
 ]
 
 
@@ -162,6 +164,8 @@ class UpdateStep:
         self.scaler = (LossScaler(1.0) if scaler is None else scaler).to(device)
         self._takes_factor = "factor" in inspect.signature(type(optimizer).step).parameters
         self._takes_skip = self._takes_factor and getattr(optimizer, "capturable", False)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _STEPS[optimizer] = ref(self)
 
     def backward(self, loss: Tensor) -> None:
         """Add the scaled gradients of a loss to those that are there."""
@@ -280,6 +284,17 @@ class UpdateStep:
             grad = param.grad if grad is None else grad
             if grad is not None:
                 yield grad
+
+
+# The last step that was made for each optimizer, as long as it lives.
+_STEPS: WeakKeyDictionary[torch.optim.Optimizer, ref[UpdateStep]] = WeakKeyDictionary()
+
+
+def scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
+    """The loss scaler of the last `UpdateStep` that was made for an optimizer, if there is one."""
+    found = _STEPS.get(optimizer)
+    step = None if found is None else found()
+    return None if step is None else step.scaler
 
 
 def accumulate_in_float32(model: nn.Module) -> None:

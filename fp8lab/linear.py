@@ -178,11 +178,15 @@ class Fp8Linear(nn.Linear):
         layer is compiled anew.
 
         Raises:
-            UserError: A role that there is not.
+            UserError: A role that there is not, or no list of them.
         """
-        chosen = frozenset(roles)
-        for role in sorted(chosen - set(OPERANDS)):
-            raise UserError(f"role {role!r}: accepted: {', '.join(OPERANDS)}")
+        if isinstance(roles, str) or not isinstance(roles, Iterable):
+            raise UserError(f"roles is {roles!r}; accepted: a list of {', '.join(OPERANDS)}")
+        given = tuple(roles)
+        for role in given:
+            if role not in OPERANDS:
+                raise UserError(f"role {role!r}: accepted: {', '.join(OPERANDS)}")
+        chosen = frozenset(given)
         if chosen != self.bf16_roles:
             self.bf16_roles = chosen
             self.active_recipe = with_bf16_roles(self.recipe, chosen)

@@ -3,7 +3,8 @@
 What a layer does (cached codes, scales that move, kernels of its own) is nothing to trace. Inside a
 compiled graph it is one operator forward and one backward, so that the graph does not break and
 everything around them is fused. A layer is found by a handle: a CPU tensor that holds its number,
-so that one compiled graph serves every layer of a shape.
+so that one compiled graph serves every layer of a shape; and the weight as the forward pass cast it
+by a ticket (`fp8lab.linear_tickets`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fp8lab.errors import UserError
 from fp8lab.linear_products import Side, backward_products, forward_products
+from fp8lab.linear_tickets import fake_ticket, redeemed, ticket_for
 from fp8lab.observe import refuse_compiled
 from fp8lab.recipes import BlockScaling, MxScaling, RowScaling, Scaling
 
@@ -32,7 +34,7 @@ def register(layer: Fp8Linear) -> Tensor:
     """A handle for a layer: int64, 0-d, on the CPU. The layer is not kept alive by it."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 def layer_of(handle: Tensor) -> Fp8Linear:
@@ -76,12 +78,13 @@ def _forward(
     bfloat16: bool,
     products: str,
 ) -> list[Tensor]:
-    """y; and what the weight gradient takes of x: values as rows of memory, inverse scales."""
+    """y; of x for the weight gradient: values as rows of memory, inverse scales; a ticket."""
     refuse_compiled()
     layer = layer_of(handle)
-    wanted = {"forward": True, "weight_grad": keep}
-    y, kept, _ = forward_products(x, weight, bias, layer, wanted, amax)
-    return [y, *packed(layer, kept.get("weight_grad"), x, block, bfloat16)]
+    wanted = {"forward": True, "data_grad": True, "weight_grad": keep}
+    y, kept, recipe = forward_products(x, weight, bias, layer, wanted, amax)
+    ticket = ticket_for(kept["data_grad"], recipe, weight)
+    return [y, *packed(layer, kept.get("weight_grad"), x, block, bfloat16), ticket]
 
 
 def packed(
@@ -128,7 +131,7 @@ def _(
     products: str,
 ) -> list[Tensor]:
     y = x.new_empty(x.shape[0], weight.shape[0])
-    return [y, *packed_fake(x, x.shape[1], keep, block, bfloat16, products)]
+    return [y, *packed_fake(x, x.shape[1], keep, block, bfloat16, products), fake_ticket()]
 
 
 def packed_fake(
@@ -157,24 +160,23 @@ def _backward(
     dy: Tensor,
     values: Tensor,
     inverse: Tensor,
-    weight: Tensor,
+    ticket: Tensor,
     handle: Tensor,
     amax: Tensor | None,
+    columns: int,
+    weight_dtype: torch.dtype,
     need_x: bool,
     need_weight: bool,
 ) -> list[Tensor]:
+    """dx and dw, (rows, columns) and (N, columns); empty where not needed."""
     refuse_compiled()
     layer = layer_of(handle)
-    kept = {}
-    recipe = layer.active_recipe
-    if need_x:
-        recipe, w_sides = layer.weight_sides(weight)
-        kept["data_grad"] = w_sides["data_grad"]
+    refuse_main_grad(layer)
+    recipe, w_side = redeemed(ticket, layer.label)
+    kept = {"data_grad": w_side} if need_x else {}
     if need_weight:
-        check_form(layer, values, not recipe.in_fp8("weight_grad"))
         kept["weight_grad"] = side_of(layer, values, inverse, dy.shape[0])
-    refuse_main_grad(weight)
-    dtypes = dy.dtype, weight.dtype, None
+    dtypes = dy.dtype, weight_dtype, None
     dx, dw = backward_products(dy, kept, None, layer, dtypes, recipe, amax)
     return [dy.new_empty(0) if grad is None else grad for grad in (dx, dw)]
 
@@ -184,29 +186,33 @@ def _(
     dy: Tensor,
     values: Tensor,
     inverse: Tensor,
-    weight: Tensor,
+    ticket: Tensor,
     handle: Tensor,
     amax: Tensor | None,
+    columns: int,
+    weight_dtype: torch.dtype,
     need_x: bool,
     need_weight: bool,
 ) -> list[Tensor]:
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     if need_x:
-        dx = dy.new_empty(dy.shape[0], weight.shape[1], dtype=dy.dtype)
+        dx = dy.new_empty(dy.shape[0], columns)
     if need_weight:
-        dw = dy.new_empty(weight.shape, dtype=weight.dtype)
+        dw = dy.new_empty(dy.shape[1], columns, dtype=weight_dtype)
     return [dx, dw]
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, weight, bias, handle = inputs[:4]
-    ctx.save_for_backward(output[1], output[2], weight, handle)
+    # Not the weight: its codes of this pass are what the gradients take, and it may change.
+    ctx.save_for_backward(*output[1:], handle)
+    ctx.columns, ctx.weight_dtype = weight.shape[1], weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.amax_dy, ctx.keep = inputs[5:7]
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    values, inverse, weight, handle = ctx.saved_tensors
+    *kept, handle = ctx.saved_tensors
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     need_weight = need_weight and ctx.keep
     dy = grads[0]
@@ -215,7 +221,14 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if need_x or need_weight:
         amax = _amax(dy) if ctx.amax_dy else None
         first, second = _backward(
-            dy.contiguous(), values, inverse, weight, handle, amax, need_x, need_weight
+            dy.contiguous(),
+            *kept,
+            handle,
+            amax,
+            ctx.columns,
+            ctx.weight_dtype,
+            need_x,
+            need_weight,
         )
         dx, dw = first if need_x else None, second if need_weight else None
     if need_bias:
@@ -240,13 +253,13 @@ def kept_as(layer: Fp8Linear) -> tuple[int, bool]:
     return 0, False
 
 
-def refuse_main_grad(weight: Tensor) -> None:
+def refuse_main_grad(layer: Fp8Linear) -> None:
     """Refuse a gradient that a compiled graph does not see.
 
     Raises:
-        RuntimeError: The weight has a `main_grad`.
+        RuntimeError: The layer's weight has a `main_grad`.
     """
-    if hasattr(weight, "main_grad"):
+    if hasattr(layer._parameters.get("weight"), "main_grad"):
         raise RuntimeError(
             "the weight has a main_grad, which torch.compile does not see; compile without it, or"
             " let gradients accumulate in .grad"
@@ -261,8 +274,8 @@ def check_form(layer: Fp8Linear, values: Tensor, bfloat16: bool) -> None:
     """
     if (values.dtype == torch.bfloat16) != bfloat16:
         raise UserError(
-            f"layer {layer.label!r}: its roles in BF16 changed between a compiled forward pass and"
-            " its backward pass, or under an exported graph; change them between steps"
+            f"layer {layer.label!r}: its roles in BF16 are not those that this graph was made for;"
+            " change them before the model is exported"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -292,20 +292,22 @@ def bfloat16_product(
 
     On a GPU it is cuBLAS' BF16 product, whose sums are float32: with a bfloat16 result the bias is
     part of it; any other result is that of a float32 output, to which bias or `accumulate` is
-    added, then the cast. On a CPU it is a float32 product of the rounded operands.
+    added, then the cast. On a CPU it is a float32 product of the rounded operands, finished so.
+    Under autocast it is the same: one rounding, after the bias.
 
     Args:
         a, b, bias, out_dtype, accumulate: As for `matmul`, but tensors of values.
     """
     first, second = a.to(torch.bfloat16), b.to(torch.bfloat16)
-    if first.is_cuda and out_dtype == torch.bfloat16 and accumulate is None:
-        shift = None if bias is None else bias.to(torch.bfloat16)
-        return torch.nn.functional.linear(first, second, shift)
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "accumulate": accumulate}
-    if first.is_cuda:
+    if not first.is_cuda:
+        return float32_product(first.float(), second.float(), **options)
+    with _outside_autocast(a.device):
+        if out_dtype == torch.bfloat16 and accumulate is None:
+            shift = None if bias is None else bias.to(torch.bfloat16)
+            return torch.nn.functional.linear(first, second, shift)
         # Tensor cores; products of BF16 operands are exact in float32 either way.
         return _finished(torch.mm(first, second.t(), out_dtype=torch.float32), **options)
-    return float32_product(first.float(), second.float(), **options)
 
 
 def float32_product(
@@ -316,8 +318,19 @@ def float32_product(
     out_dtype: torch.dtype = torch.float32,
     accumulate: Tensor | None = None,
 ) -> Tensor:
-    """a b^T of float32 values by torch, then bias, then the cast; arguments as for `matmul`."""
-    return _finished(a @ b.t(), bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    """a b^T of float32 values by torch, then bias, then the cast; arguments as for `matmul`.
+
+    In float32 under autocast too.
+    """
+    with _outside_autocast(a.device):
+        return _finished(a @ b.t(), bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+
+
+def _outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, torch rounds nothing but what it is told to."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _finished(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from fp8lab.formats import E4M3, E5M2, FORMATS, Float8Format, format_named
 from fp8lab.recipes_policies import (
@@ -103,6 +102,21 @@ class Recipe:
     forward: Product = Product()
     data_grad: Product = Product()
     weight_grad: Product = Product()
+    # A layer asks in every pass, and torch.compile as it traces, so the answers are there at once.
+    _in_fp8: dict[str, bool] = field(init=False, repr=False, compare=False)
+    _promote_every: dict[str, int | None] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        in_fp8: dict[str, bool] = {}
+        promote_every: dict[str, int | None] = {}
+        for name in PRODUCTS:
+            product, policies = self.product(name), self._policies(name)
+            in_fp8[name] = product.fp8 and not any(isinstance(p, NoScaling) for p in policies)
+            blocks = any(isinstance(p, BlockScaling | MxScaling) for p in policies)
+            promoted = product.accumulation == "promoted" and not blocks
+            promote_every[name] = PROMOTE_EVERY if promoted else None
+        object.__setattr__(self, "_in_fp8", in_fp8)
+        object.__setattr__(self, "_promote_every", promote_every)
 
     def operand(self, role: str) -> Operand:
         """The operand of that role: "input", "weight" or "grad_output"."""
@@ -138,25 +152,6 @@ class Recipe:
             elif isinstance(policy, MxScaling):
                 lengths.add(32)
         return lengths
-
-    # A layer asks in every pass, so the answers are kept.
-
-    @cached_property
-    def _in_fp8(self) -> dict[str, bool]:
-        return {
-            name: self.product(name).fp8
-            and not any(isinstance(policy, NoScaling) for policy in self._policies(name))
-            for name in PRODUCTS
-        }
-
-    @cached_property
-    def _promote_every(self) -> dict[str, int | None]:
-        found: dict[str, int | None] = {}
-        for name in PRODUCTS:
-            blocks = any(isinstance(p, BlockScaling | MxScaling) for p in self._policies(name))
-            promoted = self.product(name).accumulation == "promoted"
-            found[name] = PROMOTE_EVERY if promoted and not blocks else None
-        return found
 
     def _policies(self, name: str) -> list[Scaling]:
         """Of the two operands of a product."""

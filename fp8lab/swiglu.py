@@ -25,6 +25,10 @@ from fp8lab.swiglu_products import Kept, backward_both, forward_both
 __all__ = ["SwiGlu", "swiglu", "swiglu_linear"]
 
 
+# Of a module; those of all modules are called `_global...`.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 class SwiGlu(nn.Module):
     """y = down(silu(gate) * up), where `gate_up` gives gate and up side by side.
 
@@ -36,11 +40,17 @@ class SwiGlu(nn.Module):
     `Fp8Linear` are joined.
 
     Raises:
-        UserError: Sizes that do not fit.
+        UserError: Other modules, or sizes that do not fit.
     """
 
     def __init__(self, gate_up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
+        for name, layer in (("gate_up", gate_up), ("down", down)):
+            if not isinstance(layer, nn.Linear):
+                raise UserError(
+                    f"{name} is {type(layer).__name__}; accepted: torch.nn.Linear"
+                    " (swiglu_linear takes any module)"
+                )
         check_sizes(gate_up, down)
         self.gate_up, self.down = gate_up, down
 
@@ -57,8 +67,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     Returns:
         (..., F) of its type.
+
+    Raises:
+        UserError: No last dimension that is even.
     """
-    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        raise UserError(
+            f"gate_up has shape {tuple(gate_up.shape)}; accepted: (..., 2F), gate and up side by"
+            " side, of F columns each"
+        )
+    rows = gate_up.flatten(0, -2) if gate_up.dim() > 1 else gate_up[None]
     apply: Any = compiled_swiglu if torch.compiler.is_compiling() else _Activation.apply
     h: Tensor = apply(rows)
     return h.reshape(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
@@ -73,8 +91,10 @@ def swiglu_linear(gate_up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
         x: (..., K), of a type that the layers take.
 
     Raises:
-        What `Fp8Linear` raises.
+        UserError: Two linear layers whose sizes do not fit; and what the layers raise.
     """
+    if isinstance(gate_up, nn.Linear) and isinstance(down, nn.Linear):
+        check_sizes(gate_up, down)
     if isinstance(gate_up, Fp8Linear) and isinstance(down, Fp8Linear) and _join(gate_up, down):
         return _joined(gate_up, down, x)
     y: Tensor = down(swiglu(gate_up(x)))
@@ -83,14 +103,19 @@ def swiglu_linear(gate_up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
 
 def _join(gate_up: Fp8Linear, down: Fp8Linear) -> bool:
     """Whether one function stands for both layers."""
-    # Somebody (FSDP, say) waits for a layer of its own to be called.
-    hooked = any(
-        layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
-        for layer in (gate_up, down)
-    )
-    if hooked or gate_up.products != down.products:
+    if gate_up.products != down.products or any(_is_called(layer) for layer in (gate_up, down)):
         return False
     return not torch.compiler.is_compiling() or joins_compiled(gate_up, down)
+
+
+def _is_called(layer: Fp8Linear) -> bool:
+    """Whether somebody (FSDP, say) waits for the layer to be called, or it has another forward."""
+    return bool(
+        any(getattr(layer, name) for name in HOOKS)
+        or any(getattr(nn.modules.module, f"_global{name}") for name in HOOKS)
+        or "forward" in layer.__dict__
+        or type(layer).forward is not Fp8Linear.forward
+    )
 
 
 def _joined(gate_up: Fp8Linear, down: Fp8Linear, x: Tensor) -> Tensor:
@@ -114,11 +139,13 @@ def check_sizes(gate_up: nn.Linear, down: nn.Linear) -> None:
     """Refuse layers that do not follow each other.
 
     Raises:
-        UserError: With their sizes.
+        UserError: With their sizes, and the first one's name where it has one.
     """
     if gate_up.out_features != 2 * down.in_features:
+        label = getattr(gate_up, "label", "")
+        name = f"gate_up (layer {label!r})" if label else "gate_up"
         raise UserError(
-            f"gate_up has {gate_up.out_features} output features; accepted: {2 * down.in_features},"
+            f"{name} has {gate_up.out_features} output features; accepted: {2 * down.in_features},"
             f" twice the {down.in_features} input features of down"
         )
 

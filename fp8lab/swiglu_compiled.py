@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp8lab import ops_swiglu
 from fp8lab.linear_compiled import (
-    check_form,
     kept_as,
     layer_of,
     packed,
@@ -21,6 +20,7 @@ from fp8lab.linear_compiled import (
     refuse_main_grad,
     side_of,
 )
+from fp8lab.linear_tickets import fake_ticket, redeemed, ticket_for
 from fp8lab.observe import refuse_compiled
 from fp8lab.swiglu_products import Kept, backward_both, can_join, forward_both
 
@@ -123,14 +123,16 @@ def _forward(
     bfloat16: list[bool],
     products: str,
 ) -> list[Tensor]:
-    """y; gate and up; and of each layer what the weight gradient takes of its input."""
+    """y; gate and up; of each layer what the weight gradient takes of its input, and a ticket."""
     refuse_compiled()
     layers = layer_of(handle1), layer_of(handle2)
-    wanted = [{"forward": True, "weight_grad": kept} for kept in keep]
+    wanted = [{"forward": True, "data_grad": True, "weight_grad": kept} for kept in keep]
     y, kept = forward_both(x, (w1, b1), (w2, b2), layers, (wanted[0], wanted[1]))
     result = [y, kept.gate_up]
-    for layer, sides, length, wide in zip(layers, kept.sides, block, bfloat16, strict=True):
-        result += packed(layer, sides.get("weight_grad"), x, length, wide)
+    for place, (layer, weight) in enumerate(zip(layers, (w1, w2), strict=True)):
+        sides = kept.sides[place]
+        result += packed(layer, sides.get("weight_grad"), x, block[place], bfloat16[place])
+        result.append(ticket_for(sides["data_grad"], kept.recipes[place], weight))
     return result
 
 
@@ -151,6 +153,7 @@ def _(
     result = [x.new_empty(x.shape[0], w2.shape[0]), x.new_empty(x.shape[0], w1.shape[0])]
     for weight, kept, length, wide in zip((w1, w2), keep, block, bfloat16, strict=True):
         result += packed_fake(x, weight.shape[1], kept, length, wide, products)
+        result.append(fake_ticket())
     return result
 
 
@@ -159,10 +162,11 @@ def _backward(
     dy: Tensor,
     gate_up: Tensor,
     kept: list[Tensor],
-    w1: Tensor,
-    w2: Tensor,
     handle1: Tensor,
     handle2: Tensor,
+    columns: int,
+    dtype1: torch.dtype,
+    dtype2: torch.dtype,
     need: list[bool],
     bias_dtype: torch.dtype | None,
 ) -> list[Tensor]:
@@ -171,22 +175,23 @@ def _backward(
     layers = layer_of(handle1), layer_of(handle2)
     need_x, need_w1, need_w2, through = need
     sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    wants = ((need_x, need_w1, w1), (through, need_w2, w2))
-    for place, (layer, (data, weight_grad, weight)) in enumerate(zip(layers, wants, strict=True)):
-        refuse_main_grad(weight)
+    recipes = []
+    wants = (need_x, need_w1), (through, need_w2)
+    for place, (layer, (data, weight_grad)) in enumerate(zip(layers, wants, strict=True)):
+        refuse_main_grad(layer)
+        values, inverse, ticket = kept[3 * place : 3 * place + 3]
+        recipe, w_side = redeemed(ticket, layer.label)
+        recipes.append(recipe)
         if data:
-            sides[place]["data_grad"] = layer.weight_sides(weight)[1]["data_grad"]
+            sides[place]["data_grad"] = w_side
         if weight_grad:
-            values, inverse = kept[2 * place : 2 * place + 2]
-            check_form(layer, values, not layer.active_recipe.in_fp8("weight_grad"))
             sides[place]["weight_grad"] = side_of(layer, values, inverse, dy.shape[0])
-    recipes = layers[0].active_recipe, layers[1].active_recipe
     found = backward_both(
         dy,
-        Kept(gate_up, sides, recipes),
+        Kept(gate_up, sides, (recipes[0], recipes[1])),
         (None, None),
         layers,
-        (w1.dtype, w2.dtype),
+        (dtype1, dtype2),
         bias_dtype,
     )
     return [dy.new_empty(0) if grad is None else grad for grad in found]
@@ -197,31 +202,39 @@ def _(
     dy: Tensor,
     gate_up: Tensor,
     kept: list[Tensor],
-    w1: Tensor,
-    w2: Tensor,
     handle1: Tensor,
     handle2: Tensor,
+    columns: int,
+    dtype1: torch.dtype,
+    dtype2: torch.dtype,
     need: list[bool],
     bias_dtype: torch.dtype | None,
 ) -> list[Tensor]:
     need_x, need_w1, need_w2, _ = need
-    return [
-        dy.new_empty(dy.shape[0], w1.shape[1]) if need_x else dy.new_empty(0),
-        torch.empty_like(w1) if need_w1 else dy.new_empty(0),
-        torch.empty_like(w2) if need_w2 else dy.new_empty(0),
-        dy.new_empty(0) if bias_dtype is None else dy.new_empty(w1.shape[0], dtype=bias_dtype),
-    ]
+    both = gate_up.shape[1]
+    dx, dw1, dw2, db1 = (dy.new_empty(0) for _ in range(4))
+    if need_x:
+        dx = dy.new_empty(dy.shape[0], columns)
+    if need_w1:
+        dw1 = dy.new_empty(both, columns, dtype=dtype1)
+    if need_w2:
+        dw2 = dy.new_empty(dy.shape[1], both // 2, dtype=dtype2)
+    if bias_dtype is not None:
+        db1 = dy.new_empty(both, dtype=bias_dtype)
+    return [dx, dw1, dw2, db1]
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, w1, b1, w2, b2, handle1, handle2, keep = inputs[:8]
-    ctx.save_for_backward(*output[1:], w1, w2, handle1, handle2)
+    # Not the weights: as for one layer.
+    ctx.save_for_backward(*output[1:], handle1, handle2)
+    ctx.columns, ctx.dtypes = w1.shape[1], (w1.dtype, w2.dtype)
     ctx.bias_dtypes = tuple(None if bias is None else bias.dtype for bias in (b1, b2))
     ctx.keep = keep
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    gate_up, *kept, w1, w2, handle1, handle2 = ctx.saved_tensors
+    gate_up, *kept, handle1, handle2 = ctx.saved_tensors
     need_x, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad[:5]
     need_w1, need_w2 = need_w1 and ctx.keep[0], need_w2 and ctx.keep[1]
     dy = grads[0]
@@ -233,10 +246,10 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             dy.contiguous(),
             gate_up,
             kept,
-            w1,
-            w2,
             handle1,
             handle2,
+            ctx.columns,
+            *ctx.dtypes,
             need,
             ctx.bias_dtypes[0] if need_b1 else None,
         )

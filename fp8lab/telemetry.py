@@ -1,11 +1,12 @@
 """Telemetry: what every cast of a model did and how its parameters moved, each N steps.
 
-    telemetry = Telemetry(model, optimizer, every=100, sinks=[JsonLines("telemetry.jsonl")])
+    step = UpdateStep(model, optimizer, scaler=scaler)
+    telemetry = Telemetry(model, step, every=100, sinks=[JsonLines("telemetry.jsonl")])
     for batch in batches:
         with telemetry.step():
-            update.zero_grad()
-            update.backward(loss_of(batch))
-            update()
+            step.zero_grad()
+            step.backward(loss_of(batch))
+            step()
 
 On a watched step each cast has one launch more, which counts into a table on the device, and all
 numbers come to the host in one copy when the step ends. On the other steps nothing is launched.
@@ -22,14 +23,17 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fp8lab.conversion_names import patterns_of
 from fp8lab.emulation.telemetry import CastCounts
 from fp8lab.errors import UserError
-from fp8lab.gradients import LossScaler
-from fp8lab.linear import operand_casts
+from fp8lab.gradients import LossScaler, UpdateStep
+from fp8lab.linear import OperandCast, operand_casts
 from fp8lab.ops_telemetry import CastTable, to_host
 from fp8lab.records import Row, short_float32
+from fp8lab.saved_values import table_of, whole_number
 from fp8lab.telemetry_meter import CastMeter
 from fp8lab.telemetry_parameters import ParameterWatch
+from fp8lab.watched_casts import WatchedCasts
 
 COUNTED = ("elements", "zeros", "nonfinite", "overflow", "underflow")
 Sink = Callable[[Row], None]
@@ -42,14 +46,19 @@ class Telemetry:
     once a step, however often it is used, and what activation checkpointing computes again does not
     count again.
 
+    A step of a telemetry goes around one that a `fp8lab.fallback_run.Fallback` watches, never
+    inside of it.
+
     Args:
-        model: What holds the FP8 layers.
-        optimizer: For moments; None for none.
+        model: What holds the FP8 layers; converted before, and not again.
+        optimizer: For moments; None for none. Or the `UpdateStep`, which knows the optimizer and
+            the loss scaler, so that norms of gradients are those of unscaled ones.
         every: Steps between watched ones. The first step is watched, too.
         include: Patterns of `fnmatch`, one of which a layer's name must match.
         sqnr: Whether SQNR, zeros and values that are not finite are shown, too.
         parameters: Whether parameters are watched.
-        scaler: The loss scaler, so that norms of gradients are those of unscaled ones.
+        scaler: The loss scaler, where an optimizer is given that no `UpdateStep` has: without it
+            norms of gradients are those of scaled ones.
         sinks: What each row is handed to.
 
     Attributes:
@@ -60,13 +69,14 @@ class Telemetry:
             underflow.
 
     Raises:
-        UserError: A rate that is not a whole number from 1, or a pattern that matches no layer.
+        UserError: A rate that is not a whole number from 1, a pattern that matches no layer, or
+            another scaler than that of the step.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | UpdateStep | None = None,
         every: int = 100,
         *,
         include: str | Sequence[str] = "*",
@@ -77,9 +87,11 @@ class Telemetry:
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UserError(f"telemetry: every is {every!r}; accepted: a whole number, 1 and up")
-        patterns = (include,) if isinstance(include, str) else tuple(include)
+        patterns = patterns_of(include, "telemetry: include")
         self.every, self.sqnr, self.sinks = every, sqnr, tuple(sinks)
-        self._casts = _chosen(model, patterns)
+        _check_patterns(model, patterns)
+        self._watched_casts = WatchedCasts("telemetry", model, lambda: _matching(model, patterns))
+        self._casts = self._watched_casts.by_name
         self._table = CastTable(len(self._casts))
         # The same ones in every step: a CUDA graph is captured for them.
         self._meters = [
@@ -88,8 +100,11 @@ class Telemetry:
         ]
         self._parameters = None
         if parameters:
-            self._parameters = ParameterWatch(model, optimizer, patterns, scaler)
+            self._parameters = ParameterWatch(
+                model, *_optimizer_and_scaler(optimizer, scaler), patterns
+            )
         self._watching = False
+        self._before: list[bool] = []  # what `observe` was
         self.steps = self.watched = 0
         self.counts: dict[str, CastCounts] = {}
         self.totals: dict[str, dict[str, int]] = {}
@@ -115,18 +130,20 @@ class Telemetry:
             Whether it is.
 
         Raises:
-            UserError: Someone else watches a cast.
+            UserError: Someone else watches a cast, or the model was converted since; the step does
+                not count then.
         """
         self._leave()
-        self.steps += 1
+        number = self.steps + 1
         if watch is None:
-            watch = self.steps == 1 or self.steps % self.every == 0
+            watch = number == 1 or number % self.every == 0
+        if watch:
+            self._check_casts()
+        self.steps = number
         if not watch:
             return False
-        for name, cast in self._casts.items():
-            if cast.meter is not None:
-                raise UserError(f"telemetry: {name} is watched already; end that step first")
         self._table.clear()
+        self._before = [cast.observe for cast in self._casts.values()]
         for cast, meter in zip(self._casts.values(), self._meters, strict=True):
             meter.begin()
             cast.observe, cast.meter = True, meter
@@ -174,18 +191,40 @@ class Telemetry:
         """Take a state over.
 
         Raises:
-            UserError: It is of casts that are not watched here.
+            UserError: It is of casts that are not watched here, or damaged. Nothing is changed
+                then.
         """
-        for name in state_dict["totals"]:
+        steps = whole_number(state_dict, "steps", "telemetry")
+        watched = whole_number(state_dict, "watched", "telemetry", most=steps)
+        totals = table_of(state_dict, "totals", "telemetry")
+        for name, own in totals.items():
             if name not in self._casts:
                 raise UserError(f"the saved telemetry watches {name!r}, which is not watched here")
-        self.steps, self.watched = state_dict["steps"], state_dict["watched"]
-        self.totals = {name: dict(own) for name, own in state_dict["totals"].items()}
+            counts = table_of(totals, name, "telemetry")
+            if set(counts) != set(COUNTED):
+                raise UserError(
+                    f"the saved telemetry counts {', '.join(map(str, counts)) or 'nothing'} of"
+                    f" {name!r}; accepted: {', '.join(COUNTED)}"
+                )
+            for key in COUNTED:
+                whole_number(own, key, "telemetry")
+        self.steps, self.watched = steps, watched
+        self.totals = {name: dict(own) for name, own in totals.items()}
+
+    def _check_casts(self) -> None:
+        self._watched_casts.check()
+        for name, cast in self._casts.items():
+            if cast.meter is not None:
+                raise UserError(
+                    f"telemetry: {name} is watched already, by a fallback or another telemetry; end"
+                    " that step first (a fallback's goes inside: with telemetry.step():"
+                    " with fallback.watching(): ...)"
+                )
 
     def _leave(self) -> None:
         if self._watching:
-            for cast in self._casts.values():
-                cast.observe, cast.meter = False, None
+            for cast, observe in zip(self._casts.values(), self._before, strict=True):
+                cast.observe, cast.meter = observe, None
         self._watching = False
 
 
@@ -214,18 +253,32 @@ def cast_entry(counts: CastCounts, *, full: bool = True) -> dict[str, float]:
     return entry
 
 
-def _chosen(model: nn.Module, patterns: Sequence[str]) -> dict[str, Any]:
-    """The casts of the layers that patterns choose, by name."""
-    casts = dict(operand_casts(model))
-    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in casts))
+def _optimizer_and_scaler(
+    given: Optimizer | UpdateStep | None, scaler: LossScaler | None
+) -> tuple[Optimizer | None, LossScaler | None]:
+    if not isinstance(given, UpdateStep):
+        return given, scaler
+    if scaler is not None and scaler is not given.scaler:
+        raise UserError(
+            "telemetry: the step has another loss scaler than the one given; leave scaler out"
+        )
+    return given.optimizer, given.scaler
+
+
+def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in operand_casts(model)))
     for pattern in patterns or ("",):
         if not any(fnmatchcase(name, pattern) for name in layers):
             shown = ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
             raise UserError(
                 f"telemetry: pattern {pattern!r} matches no FP8 layer; there are: {shown or 'none'}"
             )
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, OperandCast]:
+    """The casts of the layers that patterns choose, by name."""
     return {
         name: cast
-        for name, cast in casts.items()
+        for name, cast in operand_casts(model)
         if any(fnmatchcase(name.rpartition(".")[0], pattern) for pattern in patterns)
     }

@@ -3,8 +3,8 @@
 An entry of a parameter has, each where there is such a thing:
 
     weight_norm        after the step
-    grad_norm          of `main_grad` or `grad` as it lies there after the step, unscaled where the
-                       optimizer is the lab's AdamW, which leaves gradients as they are
+    grad_norm          of `main_grad` or `grad` as it lies there after the step; the lab's AdamW
+                       leaves gradients as they are, so that they are unscaled here, by the scaler
     update_norm        of weight after less weight before, from a copy that a watched step makes:
                        exact for every optimizer, clip, decay and skipped step; costs the memory of
                        the weights on that step
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8lab.gradients import LossScaler
+from fp8lab.gradients import LossScaler, scaler_of
 from fp8lab.ops_telemetry import Words, magnitude_bins
 from fp8lab.optimizer import AdamW
 from fp8lab.optimizer_formats import MomentFormat
@@ -40,16 +40,16 @@ class ParameterWatch:
 
     Args:
         model, optimizer: Whose; None for no moments.
+        scaler: The loss scaler; None for that of the optimizer's `UpdateStep`, if it has one.
         patterns: Of `fnmatch`, one of which the name of a parameter's module must match.
-        scaler: The loss scaler, if there is one.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        patterns: Sequence[str],
         scaler: LossScaler | None,
+        patterns: Sequence[str],
     ) -> None:
         self._params = {
             name: param
@@ -58,7 +58,7 @@ class ParameterWatch:
             and any(fnmatchcase(name.rpartition(".")[0], pattern) for pattern in patterns)
         }
         self._optimizer = optimizer
-        self._scaler = scaler if isinstance(optimizer, AdamW) else None
+        self._scaler = scaler
         self._inverse: Tensor | None = None
         self._before: list[Tensor] = []
         self._keys: list[tuple[str, str]] = []  # of the numbers, then of the bins
@@ -71,8 +71,9 @@ class ParameterWatch:
         self._before = [torch.empty_like(own) for own in weights]
         if weights:
             torch._foreach_copy_(self._before, weights)
-        if self._scaler is not None:
-            self._inverse = self._scaler.inverse_scale.reshape(()).double()
+        if isinstance(self._optimizer, AdamW):  # others find their gradients unscaled in place
+            scaler = scaler_of(self._optimizer) if self._scaler is None else self._scaler
+            self._inverse = None if scaler is None else scaler.inverse_scale.reshape(()).double()
 
     @torch.no_grad()
     def tensors(self) -> list[Tensor]:

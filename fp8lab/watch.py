@@ -52,14 +52,20 @@ def _one(run: Run, style: Style, casts: int) -> Iterator[str]:
     if events:
         yield f"events ({len(events)})"
         yield from (f"  step {step}: {text}" for step, text in events[-_EVENTS:])
-    if run.damaged:
-        yield f"{run.damaged} damaged lines were left out"
+    yield from _damaged([run])
+
+
+def _damaged(runs: Sequence[Run]) -> Iterator[str]:
+    lines = sum(run.damaged for run in runs)
+    if lines:
+        yield f"{lines} damaged lines were left out"
 
 
 def _pace(run: Run) -> list[str]:
     clock = run.rows[-1].get("time", {}).get("seconds")
     if clock is None:
         return []
+    clock = number(clock)
     return [f"{clock:.0f} s, {clock / max(int(run.rows[-1]['step']), 1):.3g} s a step"]
 
 
@@ -164,6 +170,7 @@ def _several(runs: Sequence[Run], style: Style) -> Iterator[str]:
             )
         )
     yield from aligned(lines)
+    yield from _damaged(runs)
 
 
 def _mean(casts: dict[str, Any], key: str) -> float:

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 from fp8lab.errors import UserError
 from fp8lab.records import Row, number
+from fp8lab.watch_checks import is_row
 
 _SILENT_AFTER = 120.0  # seconds without a row after which a run is not called running
 
@@ -27,7 +28,8 @@ class RowFile:
     Attributes:
         path: The file.
         rows: Those read so far.
-        damaged: Whole lines that hold no JSON object.
+        damaged: Whole lines that hold no row: no JSON object, or one that says odd things of a
+            step (`fp8lab.watch_checks`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,14 +61,17 @@ class RowFile:
             if row is None:
                 self.damaged += 1
             elif "step" in row:  # the first line of a sweep's rows says what the sweep is
-                self.rows.append(row)
+                if is_row(row):
+                    self.rows.append(row)
+                else:
+                    self.damaged += 1
         return status.st_mtime
 
 
 def _object(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # UnicodeDecodeError is one
         return None
     return row if isinstance(row, dict) else None
 
@@ -164,7 +169,9 @@ class Source:
             found.setdefault(" seed ".join(parts) or str(self.path), []).append(row)
         if not found:
             raise UserError(f"{self.path} holds no rows of a run (JSON objects with a step)")
-        return [Run(name, rows, damaged=file.damaged) for name, rows in found.items()]
+        runs = [Run(name, rows) for name, rows in found.items()]
+        runs[0].damaged = file.damaged  # nobody knows whose they are: counted once
+        return runs
 
 
 def _run_name(folder: Path) -> str:
@@ -176,6 +183,6 @@ def _table(path: Path) -> dict[str, Any]:
     """A JSON object, empty where it is missing or not whole: rows are what counts."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return table if isinstance(table, dict) else {}

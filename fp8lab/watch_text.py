@@ -52,9 +52,9 @@ def spark(values: Sequence[float], style: Style, width: int = WIDTH) -> str:
         return "!" * count
     low, high = min(finite), max(finite)
     bars = _BARS if style.unicode else _PLAIN_BARS
-    span = (high - low) or 1.0
+    span = (high / 2 - low / 2) or 1.0  # halves: it may be more than the largest number
     return "".join(
-        bars[min(int((mean - low) / span * len(bars)), len(bars) - 1)]
+        bars[min(int((mean / 2 - low / 2) / span * len(bars)), len(bars) - 1)]
         if math.isfinite(mean)
         else "!"
         for mean in means

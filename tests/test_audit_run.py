@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,22 @@ def test_an_unknown_preset_is_refused_before_anything_runs(tmp_path: Path) -> No
     with pytest.raises(UserError, match="unknown policy 'fp4'"):
         audit_run.main(["--presets", "mx,fp4", "--out", str(out)])
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--every", "0"], "--every is 0; accepted: 1 and up"),
+        (["--sample", "0"], "--sample is 0; accepted: 1 and up"),
+        (["--steps", "0"], "steps is 0; accepted: 1 to"),
+        (["--presets", "mx,mx"], "--presets names mx, mx; accepted"),
+        (["--out", "x.png"], "--out is 'x.png'; accepted: a file in .jsonl"),
+    ],
+)
+def test_mistakes_are_said_before_any_work(tmp_path: Path, given: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        audit_run.main(["--text", str(text(tmp_path)), "--out", str(tmp_path / "a.jsonl"), *given])
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_the_large_model_is_the_one_that_is_said() -> None:

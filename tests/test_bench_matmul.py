@@ -11,6 +11,7 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments import bench_linear_products, bench_matmul, bench_matmul_emulation
 from fp8lab.experiments.card_timing import ratios
+from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.documents import fill
 from fp8lab.experiments.matmul_table import SECTION, section
 from fp8lab.experiments.plot_matmul import draw
@@ -101,7 +102,7 @@ def test_without_a_card_the_benchmark_says_so(
         pytest.skip("there is a card")
     monkeypatch.setattr("sys.argv", ["bench"])
     for bench in (bench_matmul, bench_linear_products):
-        assert bench.main() == 2
+        assert exit_code(bench.main) == 2
         assert "needs a CUDA device" in capsys.readouterr().err
 
 

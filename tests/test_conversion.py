@@ -328,11 +328,6 @@ def test_what_torch_compile_cannot_do_is_said() -> None:
     fp8lab.convert(model, "tensorwise")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.ones(2, 16)
-    y = compiled(x).sum()
-    with torch.no_grad():
-        model[0].weight.mul_(2)  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
     accumulate_in_float32(model)
     with pytest.raises(RuntimeError, match="the weight has a main_grad"):
         compiled(x).sum().backward()

@@ -47,6 +47,20 @@ class Experts(nn.Module):
         )
 
 
+class Aliased(nn.Module):
+    """A block, a layer of a block, or the head, with another name that comes first."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        blocks = [nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)}) for _ in "12"]
+        head = nn.Linear(16, 16)
+        own = {"block": blocks[0], "last": blocks[1], "layer": blocks[0]["a"], "head": head}
+        self.x = own[what]
+        self.into = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +80,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {
             "first": [f"blocks.0.{part}" for part in PARTS],
             "last": [f"blocks.2.{part}" for part in PARTS],
             "head": ["head"],
-            "embeddings": [],
         },
     ),
     "one block": (lambda: transformer(1), {"first": [f"blocks.0.{part}" for part in PARTS]}),
@@ -100,6 +113,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {
         ),
         {"first": ["1.0.mlp.0", "1.0.mlp.2"], "head": ["2"]},
     ),
+    "a block has two names": (
+        lambda: Aliased("block"),
+        {"first": ["x.a", "x.b"], "last": ["blocks.1.a", "blocks.1.b"], "head": ["head"]},
+    ),
+    "the last block has two names": (
+        lambda: Aliased("last"),
+        {"first": ["blocks.0.a", "blocks.0.b"], "last": ["x.a", "x.b"], "head": ["head"]},
+    ),
+    "a layer has two names": (
+        lambda: Aliased("layer"),
+        {"first": ["x", "blocks.0.b"], "last": ["blocks.1.a", "blocks.1.b"], "head": ["head"]},
+    ),
+    "the head has two names": (lambda: Aliased("head"), {"head": ["x"]}),
     "no list": (Pair, {"first": ["a"], "last": ["b"], "head": ["b"]}),
     "alone": (lambda: nn.Linear(16, 16), {"first": [""], "head": [""]}),
 }
@@ -122,6 +148,11 @@ def test_what_the_names_mean(case: str) -> None:
         (Language, ["blocks.9.*"], r"pattern 'blocks\.9\.\*' matches no linear layer; there are:"),
         (Language, ["First"], "by position: first, last, head, embeddings"),
         (CASES["sequential"][0], ["embeddings"], "'embeddings' matches nothing: the model has no"),
+        (
+            lambda: Language(tied=False),
+            ["head", "embeddings"],
+            "'embeddings' matches nothing: no linear layer shares the weight of an embedding",
+        ),
         (nn.Tanh, ["first"], "pattern 'first' matches nothing: the model has no linear layer"),
     ],
 )
@@ -135,6 +166,31 @@ def test_a_name_that_matches_nothing_is_an_error(
     with pytest.raises(UserError, match="matches n"):
         fp8lab.convert(model, "tensorwise", keep=names)
     assert not any(isinstance(own, Fp8Linear) for own in model.modules())
+
+
+def test_a_layer_with_two_names_is_kept() -> None:
+    for what in ("block", "layer"):
+        model = fp8lab.convert(Aliased(what), "tensorwise", keep=["first"])
+        report = fp8lab.conversion_report(model).converted
+        assert sum(own == "bf16" for own in report.values()) == 2
+        block = model.get_submodule("blocks.0")
+        assert {own.recipe.name for own in block.modules() if isinstance(own, Fp8Linear)} == {
+            "bf16"
+        }
+
+
+def test_a_layer_that_is_named_like_a_place_is_meant_by_a_pattern() -> None:
+    model = nn.Sequential()
+    for name in ("last", "middle", "first"):
+        model.add_module(name, nn.Linear(16, 16))
+    assert sensitive_layers(model, ["first"]) == ["last"]
+    assert sensitive_layers(model, ["[f]irst"]) == ["first"]
+
+
+def test_a_module_that_holds_itself_is_no_trouble() -> None:
+    model = Pair()
+    model.a.add_module("model", model)
+    assert sensitive_layers(model, ["head"]) == ["b"]
 
 
 def test_kept_layers_take_bf16_and_the_rest_the_recipe() -> None:

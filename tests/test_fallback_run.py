@@ -313,7 +313,7 @@ def rows_of(folder: Path) -> list[Row]:
 
 def test_a_run_from_the_command_line_survives_in_another_process(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = ["train", *SMALL, "--fallback", SETTINGS, "--keep", "head,*.qkv"]
+    options = ["train", *SMALL, "--fallback", SETTINGS, "--keep", "head, *.qkv"]
     assert main([*options, "--out", str(whole), "--checkpoint-every", "12"]) == 0
     assert main([*options, "--out", str(parts), "--stop-after", "7"]) == 0
     command = [sys.executable, "-m", "fp8lab", "train", "--resume", str(parts)]
@@ -346,6 +346,16 @@ def test_a_skipped_step_does_not_end_a_run_with_a_fallback(
         assert len(rows_of(folder)) == steps
         result = json.loads((folder / "result.json").read_text())
         assert result["diverged"] == (steps == WHEN)
+
+
+def test_no_tied_head_is_an_error_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "run")
+    assert main(["train", *SMALL, "--keep", "embeddings", "--out", out]) == 2
+    error = capsys.readouterr().err
+    assert "'embeddings' matches nothing: no linear layer shares" in error
+    assert error.count("\n") == 1
 
 
 def test_without_a_fallback_nothing_changes(corpus: Corpus) -> None:
@@ -396,6 +406,10 @@ def test_texts_and_tables_of_settings() -> None:
         ("window=2:every=3", "every is 3; accepted: an integer, 1 to the window, 2"),
         ("roles=inputs", "role 'inputs'; accepted: input, weight, grad_output"),
         ("overflow=none:gradient_spike=9:roles=input", "so the rule can never fire"),
+        ("overflow=0.1:overflow=0.2", "overflow is given twice; give it once"),
+        ("window=2:after=1:window=2", "window is given twice"),
+        ("sqnr_db=60", "the role could never return"),
+        ("sqnr_db=-1000", "sqnr_db is -1000; accepted: a finite number of decibels above 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(text: str, message: str) -> None:

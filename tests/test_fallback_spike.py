@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from fp8lab.errors import UserError
 from fp8lab.experiments import fallback_spike
 from fp8lab.experiments.plot_fallback import table
-from fp8lab.records import read_rows
+from fp8lab.records import Row, read_rows
 
 TEXT = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 
@@ -44,3 +45,57 @@ def test_rows_figure_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     figure.unlink()
     fallback_spike.main(["--redraw", "--out", str(figure)])
     assert figure.read_bytes() == before
+
+
+def test_a_kill_leaves_the_rows_that_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback_spike, "SPIKE", (2, 2))
+    figure = tmp_path / "spike.png"
+    options = ["--seeds", "2", "--steps", "3", "--text", str(TEXT), "--out", str(figure)]
+    fallback_spike.main(options)
+    path = figure.with_suffix(".jsonl")
+    whole = path.read_bytes()
+    done: list[tuple[str, str, int]] = []
+
+    def killed(condition: str, variant: str, seed: int, text: Path | None, steps: int) -> Row:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append((condition, variant, seed))
+        return rows_of(condition, variant, seed, text, steps)
+
+    rows_of = fallback_spike.rows_of
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:4], lines[7], lines[9][:50]]))  # head, 4 rows, half a row
+    monkeypatch.setattr(fallback_spike, "rows_of", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fallback_spike.main(options)
+    assert done == [("static", "fp8", 1), ("static", "fallback", 0)]
+    assert len(read_rows(path)) == 1 + 4 + 2
+    fallback_spike.main([*options, "--redraw"])  # what there is
+    path.write_bytes(b"".join(lines[:3]))
+    with pytest.raises(UserError, match="runs are missing"):
+        fallback_spike.main([*options, "--redraw"])
+    monkeypatch.setattr(fallback_spike, "rows_of", rows_of)
+    fallback_spike.main(options)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--seeds", "0"], "--seeds is 0; accepted: 1 and up"),
+        (["--seeds", "-1"], "--seeds is -1; accepted: 1 and up"),
+        (["--jobs", "0"], "--jobs is 0; accepted: 1 and up"),
+        (["--steps", "3"], "--steps is 3; accepted: 60 and up"),
+        (["--out", "x.xyz"], "--out is 'x.xyz'; accepted: a file in"),
+        (["--document", "nowhere.md"], "cannot read nowhere.md"),
+    ],
+)
+def test_mistakes_are_said_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], said: str
+) -> None:
+    monkeypatch.setattr(fallback_spike, "rows_of", None)
+    with pytest.raises(UserError, match=said):
+        fallback_spike.main(["--text", str(TEXT), "--out", str(tmp_path / "x.png"), *given])
+    assert not list(tmp_path.iterdir())

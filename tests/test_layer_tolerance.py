@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,11 @@ from fp8lab.errors import UserError
 from fp8lab.experiments import layer_tolerance
 from fp8lab.experiments.layer_tolerance import configuration, main
 from fp8lab.experiments.plot_tolerance import draw, ranked, table
+from fp8lab.experiments.sittings import Sitting
 from fp8lab.experiments.tolerance_scan import ALL, BF16, Scan, operand_alone
 from fp8lab.linear import Fp8Linear
 from fp8lab.models import MlpConfig, TransformerConfig
-from fp8lab.recipes import OPERANDS, recipe_named
+from fp8lab.recipes import OPERANDS, Recipe, recipe_named
 from fp8lab.records import Row, read_rows
 from fp8lab.resume import state_of
 from fp8lab.resume_config import fingerprint_of
@@ -179,8 +182,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_tolerance, "SMALL", small)
 
 
-def options(folder: Path) -> list[str]:
-    return ["--text", str(TEXT), "--batches", "1", "--out", str(folder / "x.png")]
+def options(folder: Path, name: str = "x.png") -> list[str]:
+    return ["--text", str(TEXT), "--batches", "1", "--out", str(folder / name)]
 
 
 def test_the_command(tmp_path: Path, tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,12 +223,17 @@ def test_a_checkpoint_is_what_it_was_trained_to(tmp_path: Path, tiny: None) -> N
     store.save(state_of(run).capture(), step=2, fingerprint=fingerprint_of(config, corpus))
     main([*options(tmp_path), "--warm", "2", "--layers", "blocks.0.*"])
     trained = read_rows(tmp_path / "x.jsonl")
-    main([*options(tmp_path), "--checkpoint", str(tmp_path / "run"), "--layers", "blocks.0.*"])
-    loaded = read_rows(tmp_path / "x.jsonl")
+    checkpoint = ["--checkpoint", str(tmp_path / "run"), "--layers", "blocks.0.*"]
+    main([*options(tmp_path, "y.png"), *checkpoint])
+    loaded = read_rows(tmp_path / "y.jsonl")
     assert loaded[1:] == trained[1:]
     assert len(loaded) == 5
-    main([*options(tmp_path), "--warm", "0", "--layers", "blocks.0.*"])
-    assert read_rows(tmp_path / "x.jsonl")[1:] != trained[1:]
+    main([*options(tmp_path, "z.png"), "--warm", "0", "--layers", "blocks.0.*"])
+    assert read_rows(tmp_path / "z.jsonl")[1:] != trained[1:]
+    run.advance()
+    store.save(state_of(run).capture(), step=3, fingerprint=fingerprint_of(config, corpus))
+    with pytest.raises(UserError, match="holds rows of another bf16"):
+        main([*options(tmp_path, "y.png"), *checkpoint])
     other = tmp_path / "other.txt"
     other.write_text(json.dumps(list(range(3000))))
     with pytest.raises(UserError, match="trained on another text"):
@@ -255,19 +263,65 @@ def test_a_run_in_fp8_can_be_scanned(tmp_path: Path, tiny: None) -> None:
         (["--layers", "blocks.9.*"], UserError, "matches no linear layer; there are: blocks.0.qkv"),
         (["--recipes", "bf16"], UserError, "'bf16' has no product in FP8"),
         (["--recipes", "fp4"], UserError, "unknown policy 'fp4'"),
-        (["--recipes", ","], UserError, "--recipes names none"),
+        (["--recipes", ","], UserError, "--recipes names none; accepted: at least one, each once"),
         (["--batches", "0"], UserError, "batches is 0; accepted: 1 and up"),
+        (["--layers", "head,head"], UserError, "--layers names head, head; accepted"),
+        (["--recipes", "mx,mx"], UserError, "--recipes names mx, mx; accepted"),
+        (["--document", "nowhere.md"], UserError, "cannot read nowhere.md"),
+        (["--document", str(TEXT)], UserError, "lacks the markers <!-- layer tolerance: begin"),
+        (["--out", "x.xyz"], UserError, "--out is 'x.xyz'; accepted: a file in .jsonl, .png"),
         (["--warm", "-1"], UserError, "--warm is -1"),
         (["--checkpoint", "nowhere"], CheckpointError, "no checkpoint in nowhere"),
         (["--checkpoint", "x", "--large"], UserError, "--large beside --checkpoint"),
     ],
 )
 def test_mistakes_are_said(
-    tmp_path: Path, tiny: None, given: list[str], error: type[Exception], said: str
+    tmp_path: Path,
+    tiny: None,
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+    error: type[Exception],
+    said: str,
 ) -> None:
+    """Before any work: nothing is trained."""
+    monkeypatch.setattr(layer_tolerance, "trained", None)
     with pytest.raises(error, match=said):
         main([*options(tmp_path), "--warm", "0", *given])
     assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_a_scan_that_was_killed_goes_on(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*options(tmp_path), "--warm", "1", "--recipes", "tensorwise,delayed"]
+    main(command)
+    path = tmp_path / "x.jsonl"
+    whole = path.read_bytes()
+    path.unlink()
+    rows_of = Scan.rows
+
+    def some(scan: Scan, recipe: Recipe, **how: Any) -> Iterator[Row]:
+        for place, row in enumerate(rows_of(scan, recipe, **how)):
+            if (recipe.name, place) == ("delayed", 2):
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr(Scan, "rows", some)
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    assert len(read_rows(path)) == 1 + 9 + 2
+    main([*command, "--redraw"])  # ranks of those that are there
+    monkeypatch.setattr(Scan, "rows", rows_of)
+    main(command)
+    assert path.read_bytes() == whole
+    monkeypatch.setattr(layer_tolerance, "trained", None)
+    main(command)  # nothing is missing
+    assert path.read_bytes() == whole
+    path.write_bytes(whole.splitlines(keepends=True)[0])
+    with pytest.raises(UserError, match="no layer is scanned yet"):
+        main([*command, "--redraw"])
+    with pytest.raises(UserError, match="holds rows of another layer_tolerance"):
+        main([*command, "--warm", "2"])
 
 
 def test_layers_that_fp8_does_not_fit() -> None:
@@ -291,9 +345,11 @@ def test_the_mlp_has_a_picture_too(tmp_path: Path) -> None:
     corpus = load_corpus(TEXT)
     config = replace(configuration(1), model=MlpConfig(16, 16, 2, 4), batch=2)
     plan = layer_tolerance.Plan(config, 0, (recipe_named("rowwise"),), batches=1)
-    base, rows = layer_tolerance.scanned(plan, corpus)
-    assert {row["layer"] for row in rows} == {"hidden.0", "hidden.1", "head"}
-    draw([layer_tolerance._head(plan, corpus, base), *rows], tmp_path / "x.png")
+    with Sitting(tmp_path / "x.jsonl", layer_tolerance._head(plan, corpus), late="bf16") as sitting:
+        layers = layer_tolerance.layers_of(plan)
+        layer_tolerance.do_missing(sitting, plan, corpus, layers)
+    assert {row["layer"] for row in sitting.rows} == {"hidden.0", "hidden.1", "head"}
+    draw([sitting.head, *sitting.rows], tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 
 

@@ -258,3 +258,61 @@ def test_another_policy_for_the_transposed_layout() -> None:
         layer = Fp8Linear(K, N, Recipe("two", operand, operand, operand), products=products)
         layer(x).backward(torch.ones(ROWS, N))
         assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "roles", "products"),
+    [
+        ("bf16", (), "codes"),
+        ("delayed", ("input",), "codes"),
+        ("delayed", ("grad_output",), "codes"),
+        ("delayed", (), "decoded"),
+        ("tensorwise", (), "codes"),
+    ],
+)
+def test_autocast_rounds_the_input_and_nothing_else(
+    spec: str, roles: tuple[str, ...], products: str, compiled: bool
+) -> None:
+    assert_autocast_rounds_the_input_alone(spec, roles, products, torch.bfloat16, compiled=compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("spec", "roles"), [("bf16", ()), ("delayed", ("input",))])
+def test_autocast_on_the_card(spec: str, roles: tuple[str, ...], dtype: torch.dtype) -> None:
+    assert_autocast_rounds_the_input_alone(spec, roles, "codes", dtype, device="cuda")
+
+
+def assert_autocast_rounds_the_input_alone(
+    spec: str,
+    roles: tuple[str, ...],
+    products: str,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    compiled: bool = False,
+) -> None:
+    """y, and with the backward pass under autocast too, dx, dw and db."""
+    found = []
+    for autocast in (True, False):
+        torch.compiler.reset()
+        layer = layer_of(spec, bias=True, products=products)
+        nn.init.normal_(layer.bias, generator=torch.Generator().manual_seed(2))
+        layer.set_bf16_roles(roles)
+        layer.to(device)
+        run: Any = torch.compile(layer, backend="aot_eager") if compiled else layer
+        x, dy = (given.detach().to(device) for given in operands())
+        x = x.requires_grad_() if autocast else x.to(dtype).requires_grad_()
+        with torch.autocast(device, dtype, enabled=autocast):
+            y = run(x)
+            y.backward(dy.to(dtype))
+        assert x.grad is not None
+        found.append([y.detach(), x.grad.to(dtype), layer.weight.grad, layer.bias.grad])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        assert_bits_equal(one, other)
+    if spec == "bf16" and device == "cpu":
+        wide = x.detach().float() @ layer.weight.detach().to(torch.bfloat16).float().t()
+        assert_bits_equal(found[0][0], (wide + layer.bias.detach()).to(dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,13 +17,14 @@ import torch
 
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.experiments import preset_curves, preset_run
+from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.documents import markers
 from fp8lab.experiments.incident_runs import move_one_ulp
-from fp8lab.experiments.plot_curves import paired, section, student_t
+from fp8lab.experiments.plot_curves import draw, paired, section, student_t
 from fp8lab.experiments.preset_curves import DEFAULT, main
 from fp8lab.experiments.preset_run import CONTROL, attempt, configuration, finished
 from fp8lab.models import TransformerConfig
-from fp8lab.records import Row, read_rows
+from fp8lab.records import Row, read_rows, to_json
 from fp8lab.training import training_rows
 from fp8lab.training_config import TrainingConfig
 
@@ -54,7 +56,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> Comm
 
     def run(*more: str) -> int:
         options = ["--presets", "bf16,delayed", "--seeds", "0,1", "--steps", "12"]
-        return main([*options, "--text", str(text), "--out", str(tmp_path / "x.jsonl"), *more])
+        options += ["--text", str(text), "--out", str(tmp_path / "x.jsonl")]
+        return exit_code(main, [*options, *more])
 
     return run
 
@@ -230,6 +233,11 @@ def test_other_settings_are_refused(
         (["--presets", "fp7"], "unknown policy 'fp7'; accepted: bf16"),
         (["--seeds", "0,-1"], "--seeds has '-1'; accepted: whole numbers"),
         (["--seeds", ","], "--seeds names none"),
+        (["--seeds", "0,00"], "--seeds names 0, 0; accepted: at least one, each once"),
+        (["--out", "x.txt"], "--out is 'x.txt'; accepted: a file in .jsonl, .png, .pdf, .svg"),
+        (["--out", "x.xyz", "--redraw"], "--out is 'x.xyz'"),
+        (["--out", "/proc/x.jsonl"], "cannot write /proc/x.jsonl"),
+        (["--document", "nowhere.md"], "cannot read nowhere.md"),
         (["--steps", "0"], "steps is 0; accepted: 1 to"),
         (["--jobs", "0"], "--jobs is 0; accepted: 1 and up"),
         (["--seconds", "0"], "--seconds is 0.0; accepted: more than 0"),
@@ -257,13 +265,64 @@ def test_rows_of_something_else_are_refused(
 ) -> None:
     (tmp_path / "x.jsonl").write_text('{"sweep": {}}\n', encoding="utf-8")
     assert command("--redraw") == 2
-    assert "holds no runs of presets" in capsys.readouterr().err
-    (tmp_path / "x.jsonl").write_text('{"preset_curves": {}}\n{"seed": 1}\n', encoding="utf-8")
+    assert "holds no rows of preset_curves" in capsys.readouterr().err
+    head = to_json(HEAD) + "\n"
+    (tmp_path / "x.jsonl").write_text(head + '{"seed": 1}\n', encoding="utf-8")
     assert command("--redraw") == 2
     assert "line 2, is damaged: it lacks batches, command" in capsys.readouterr().err
-    (tmp_path / "x.jsonl").write_text('{"preset_curves": {}}\n', encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text(head, encoding="utf-8")
     assert command("--redraw") == 2
     assert "no run is finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"5", "line 3, is damaged: it holds no JSON object"),
+        (b'{"a": 1}', "line 3, is damaged: it lacks batches, command"),
+        (b"\xff\xfe", "x.jsonl is"),
+        (None, "line 2, is damaged: validation_loss is 'abc'"),
+    ],
+)
+def test_rows_that_are_damaged_are_refused(
+    command: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    line: bytes | None,
+    said: str,
+) -> None:
+    path = tmp_path / "x.jsonl"
+    command("--presets", "bf16", "--seeds", "0")
+    whole = path.read_bytes()
+    broken = re.sub(rb'"validation_loss": [0-9.]+', b'"validation_loss": "abc"', whole)
+    data = broken if line is None else whole + line + b"\n"
+    path.write_bytes(data)
+    capsys.readouterr()
+    for more in ([], ["--redraw"]):
+        assert command(*more) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+    assert path.read_bytes() == data
+
+
+def test_out_is_rows_or_figure(command: Command, tmp_path: Path) -> None:
+    for name in ("y.png", "z.svg"):
+        options = ("--presets", "bf16", "--seeds", "0", "--out", str(tmp_path / name))
+        assert command(*options) == 0
+        rows = tmp_path / f"{name[0]}.jsonl"
+        assert len(read_rows(rows)) == 2
+        before = (tmp_path / name).read_bytes()
+        assert command(*options, "--redraw") == 0
+        assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_bf16_alone_has_a_picture_and_one_seed_is_one(tmp_path: Path) -> None:
+    rows = [HEAD, run_of("bf16", 0, 1.0, validation=[[5, 1.5], [10, 1.0]])]
+    draw(rows, tmp_path / "x.png")
+    assert "NVIDIA H200; 1 seed; " in section(rows)
+    assert "; 3 seeds; " in section(BASE)
 
 
 def test_rows_give_the_figure_and_the_document_again(

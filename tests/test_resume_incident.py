@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def rows_of(condition: str, corpus: Corpus, setting: Setting) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def rows(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    setting = Setting(4, 3, False, None, tmp_path_factory.mktemp("work"))
+    setting = Setting(4, 3, False, None, tmp_path_factory.mktemp("work"), corpus.sha256)
     return rows_of("history 16", corpus, setting)
 
 
@@ -67,7 +69,7 @@ def test_the_controls_are_exact_and_everything_that_is_left_out_shows(rows: list
 
 
 def test_blockwise_has_no_scales_to_lose(corpus: Corpus, tmp_path: Path) -> None:
-    rows = rows_of("blockwise", corpus, Setting(1, 1, False, None, tmp_path))
+    rows = rows_of("blockwise", corpus, Setting(1, 1, False, None, tmp_path, corpus.sha256))
     assert all(row["missing"] or row["variant"] in ("exact", "one ulp") for row in rows[1:])
     lost = {row["variant"] for row in rows}
     assert lost == {"continuous", *LOST} - {v for v in LOST if "history" in v or v == "no scales"}
@@ -162,8 +164,67 @@ def test_sittings_give_the_file_of_one(tmp_path: Path, options: list[str]) -> No
         main([*options, "--after", "3"])
 
 
+def test_commands_with_other_options_share_the_work(tmp_path: Path, options: list[str]) -> None:
+    main(options)
+    whole = (tmp_path / "x.jsonl").read_bytes()
+    (tmp_path / "x.jsonl").unlink()
+    main([*options, "--variants", "exact"])
+    main([*options, "--after", "3", "--out", str(tmp_path / "longer.png")])
+    other = tmp_path / "other.txt"
+    other.write_bytes(TEXT.read_bytes()[::-1])
+    main([*options, "--text", str(other), "--out", str(tmp_path / "text.png")])
+    main(options)
+    assert (tmp_path / "x.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--after", "0"], "--after is 0; accepted: 1 and up"),
+        (["--before", "0"], "--before is 0; accepted: 1 and up"),
+        (["--seeds", "-1"], "--seeds is -1; accepted: 1 and up"),
+        (["--jobs", "0"], "--jobs is 0; accepted"),
+        (["--variants", "exact,no scales"], "'no scales', which the condition blockwise cannot"),
+        (["--out", "x.xyz"], "--out is 'x.xyz'; accepted: a file in .jsonl, .png, .pdf, .svg"),
+    ],
+)
+def test_mistakes_are_said_before_any_work(
+    tmp_path: Path,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(resume_incident, "row_of", None)
+    with pytest.raises(UserError, match=re.escape(said)):
+        main([*options, *given])
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_are_not_whole_are_refused(tmp_path: Path, options: list[str]) -> None:
+    main([*options, "--variants", "exact"])
+    path = tmp_path / "x.jsonl"
+    head, row = path.read_text().splitlines()[:2]
+    for line, said in (
+        (row.replace('"condition"', '"kind"'), "line 2, is damaged: it lacks condition"),
+        (row.replace('"blockwise"', '"other"'), "line 2, is damaged: condition is 'other'"),
+        (row.replace('"loss": [', '"loss": ["abc", '), "line 2, is damaged: loss is"),
+        (row.replace('"loss": [', '"loss": [1.0, '), "a list has another length"),
+        ("5", "line 2, is damaged: it holds no JSON object"),
+    ):
+        text = f"{head}\n{line}\n"
+        path.write_text(text)
+        for more in ([], ["--redraw"]):
+            with pytest.raises(UserError, match=said):
+                main([*options, *more])
+        assert path.read_text() == text
+    path.write_text(head + "\n")
+    with pytest.raises(UserError, match="holds nothing to compare yet"):
+        main([*options, "--redraw"])
+
+
 def test_what_a_sitting_has_to_do(tmp_path: Path) -> None:
-    setting = Setting(1, 1, False, None, tmp_path)
+    setting = Setting(1, 1, False, None, tmp_path, "text")
     cases = cases_of(["blockwise"], 1, ("exact", "one ulp"))
     continuous, exact, ulp = cases
     common = Case("blockwise", 0, "common")
@@ -179,12 +240,31 @@ def test_what_a_sitting_has_to_do(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_other_settings_is_refused(corpus: Corpus, tmp_path: Path) -> None:
-    setting = Setting(1, 1, False, None, tmp_path)
+    setting = Setting(1, 1, False, None, tmp_path, corpus.sha256)
     row_of(Case("blockwise", 0, "common"), setting, corpus)
-    row_of(Case("blockwise", 0, "exact"), setting, corpus)
-    other = Setting(1, 2, False, None, tmp_path)  # another length of the schedule
+    exact = Case("blockwise", 0, "exact")
+    row_of(exact, setting, corpus)
+    other = replace(setting, after=2)  # another length of the schedule
+    place = exact.checkpoint(other)
+    place.parent.mkdir()
+    exact.checkpoint(setting).rename(place)
     with pytest.raises(CheckpointError, match="steps"):
-        row_of(Case("blockwise", 0, "exact"), other, corpus)
+        row_of(exact, other, corpus)
+
+
+def test_what_a_checkpoint_depends_on_is_in_its_path(tmp_path: Path) -> None:
+    setting = Setting(1, 1, False, None, tmp_path, "text")
+    cases = [Case(name, seed, "exact") for name in CONDITIONS for seed in (0, 1)]
+    others: list[dict[str, Any]] = [
+        {"before": 2},
+        {"after": 2},
+        {"large": True},
+        {"sha256": "other"},
+    ]
+    settings = [setting, *(replace(setting, **other) for other in others)]
+    places = {case.checkpoint(own) for case in cases for own in settings}
+    assert len(places) == len(cases) * len(settings)
+    assert cases[0].checkpoint(setting) == replace(cases[0], variant="common").checkpoint(setting)
 
 
 def test_variants_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.sittings import Sitting, in_turn
+from fp8lab.experiments.row_checks import checker, is_count
+from fp8lab.experiments.sittings import Sitting
+from fp8lab.experiments.turns import in_turn
 from fp8lab.records import read_rows
 
 HEAD: dict[str, Any] = {"it": {"steps": 3}, "environment": {"device": "cpu", "git": "a"}}
@@ -50,7 +53,7 @@ def test_what_a_kill_cut_short_is_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        ({**HEAD, "it": {"steps": 4}}, 'another it: {"steps": 3}, now {"steps": 4}'),
+        ({**HEAD, "it": {"steps": 4}}, "another it, steps: 3, now 4"),
         ({**HEAD, "environment": {"device": "gpu"}}, 'another device: "cpu", now "gpu"'),
         ({**HEAD, "more": 1}, "another more: null, now 1"),
     ],
@@ -72,6 +75,127 @@ def test_damage_and_another_process_are_refused(tmp_path: Path) -> None:
     path.write_text("no JSON\n")
     with pytest.raises(UserError, match="is damaged"):
         Sitting(path, HEAD)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"my": "important results"}',
+        b'{"my": "important results"}\n{"more": 1}',
+        b"line1\nline2 precious",
+        b"no end of line",
+        b"5\nhalf",
+        b"\xff\xfe",
+        b"\xff\xfe\n",
+        b'{"it": {"steps": 4}, "environment": {}}\n{"half',
+        b'{"it": {"steps": 4}, "envi',
+    ],
+)
+def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"x\.jsonl (holds|is damaged)"):
+        Sitting(path, HEAD)
+    assert path.read_bytes() == data
+
+
+def test_a_last_row_without_the_end_of_its_line_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with Sitting(path, HEAD) as sitting:
+        sitting.add({"a": 1})
+    path.write_bytes(path.read_bytes()[:-1])
+    with Sitting(path, HEAD) as sitting:
+        sitting.add({"a": 2})
+    assert read_rows(path) == [HEAD, {"a": 1}, {"a": 2}]
+
+
+def test_rows_are_checked_before_anything_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    check = checker("it", {}, {"a": is_count})
+    with Sitting(path, HEAD, check=check) as sitting:
+        sitting.add({"a": 1})
+    whole = path.read_bytes()
+    for line, said in (
+        (b"5", "line 3, is damaged: it holds no JSON object"),
+        (b'{"b": 1}', "line 3, is damaged: it lacks a"),
+        (b'{"a": -1}', "line 3, is damaged: a is '-1'"),
+    ):
+        path.write_bytes(whole + line + b'\n{"a": 2')
+        with pytest.raises(UserError, match=said):
+            Sitting(path, HEAD, check=check)
+        assert path.read_bytes() == whole + line + b'\n{"a": 2'
+
+
+def test_an_orphan_s_lock_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process has opened the file when the first puts a sorted one in its place."""
+    path = tmp_path / "x.jsonl"
+    first = Sitting(path, HEAD)
+    first.add({"a": 2})
+    first.add({"a": 1})
+    lock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.setattr("fcntl.flock", lock)
+        first.sort(lambda row: row["a"])
+        first.__exit__(None, None, None)
+        lock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with Sitting(path, HEAD) as second:
+        second.add({"a": 3})
+    assert read_rows(path) == [HEAD, {"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_a_sorted_file_is_locked_and_takes_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with Sitting(path, HEAD) as sitting:
+        sitting.add({"a": 2})
+        sitting.add({"a": 1})
+        sitting.sort(lambda row: row["a"])
+        with pytest.raises(UserError, match="another process works on"):
+            Sitting(path, HEAD)
+        sitting.add({"a": 3})
+    assert read_rows(path) == [HEAD, {"a": 1}, {"a": 2}, {"a": 3}]
+    assert [own.name for own in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    code = (
+        "import resource; from pathlib import Path;"
+        " from fp8lab.experiments.sittings import Sitting;"
+        " resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300));"
+        f" s = Sitting(Path({str(path)!r}), {HEAD!r}); s.add({{'a': 1}}); s.add({{'b': 'x' * 400}})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "UserError: cannot write" in done.stderr
+    assert "File too large; rows that are finished are kept" in done.stderr
+    assert path.read_bytes().endswith(b'\n{"a": 1}\n')
+
+
+def test_places_where_no_rows_can_be(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "fifo", tmp_path / "file" / "x.jsonl"):
+        with pytest.raises(UserError, match="name another --out"):
+            Sitting(place, HEAD)
+
+
+def test_a_head_may_be_known_later(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    head = {"it": 1, "base": None, "more": 2}
+    with Sitting(path, head, late="base"):
+        pass
+    assert not path.exists()
+    with Sitting(path, head, late="base") as sitting:
+        sitting.know({"loss": 0.5})
+        sitting.add({"a": 1})
+    assert read_rows(path) == [{"it": 1, "base": {"loss": 0.5}, "more": 2}, {"a": 1}]
+    with Sitting(path, head, late="base") as sitting:
+        assert sitting.rows == [{"a": 1}]
+        sitting.know({"loss": 0.5})
+        with pytest.raises(UserError, match=r"another base, loss: 0\.5, now 0\.25"):
+            sitting.know({"loss": 0.25})
 
 
 def _square(task: int) -> tuple[int, int]:
@@ -114,7 +238,7 @@ def test_numbers_that_cannot_be() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_processes_end_with_the_one_that_began_them() -> None:
     code = (
-        "import time; from fp8lab.experiments.sittings import in_turn;"
+        "import time; from fp8lab.experiments.turns import in_turn;"
         " list(in_turn([60.0, 60.0], time.sleep, jobs=2))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 import fp8lab
 from fp8lab import ops_swiglu
 from fp8lab.auditing import audit
 from fp8lab.errors import UserError
-from fp8lab.linear import advance_scaling, recompute_contexts
+from fp8lab.linear import Fp8Linear, advance_scaling, recompute_contexts
 from fp8lab.recipes import Operand, Recipe, StaticScaling
-from fp8lab.swiglu import SwiGlu, swiglu
+from fp8lab.swiglu import SwiGlu, swiglu, swiglu_linear
 from fp8lab.testing import assert_bits_equal
 
 STATIC = Recipe(
@@ -250,9 +251,83 @@ def test_a_hook_on_a_layer_is_called() -> None:
     assert called == [(2, 24, 128)] * 6
 
 
+class Twice(Fp8Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def of_its_own(layer: Any, called: list[Any]) -> Any:
+    forward = layer.forward
+
+    def own(x: Tensor) -> Any:
+        called.append(None)
+        return forward(x)
+
+    layer.forward = own
+
+
+HOOKS: dict[str, Any] = {
+    "full_backward_pre": lambda layer, called: layer.register_full_backward_pre_hook(
+        lambda *given: called.append(given)
+    ),
+    "full_backward": lambda layer, called: layer.register_full_backward_hook(
+        lambda *given: called.append(given)
+    ),
+    "all modules, forward": lambda layer, called: modules.register_module_forward_hook(
+        lambda module, *_: called.append(None) if module is layer else None
+    ),
+    "all modules, forward_pre": lambda layer, called: modules.register_module_forward_pre_hook(
+        lambda module, *_: called.append(None) if module is layer else None
+    ),
+    "all modules, backward": lambda layer, called: modules.register_module_full_backward_hook(
+        lambda module, *_: called.append(None) if module is layer else None
+    ),
+    "its own forward": of_its_own,
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_whoever_waits_for_a_layer_is_called(register: Any, name: str) -> None:
+    part, other = pair("delayed")
+    called: list[Any] = []
+    hook = register(getattr(part, name), called)
+    try:
+        check_steps(part, other, part)
+    finally:
+        if hook is not None:
+            hook.remove()
+    assert len(called) == 6
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_a_subclass_has_its_own_forward(name: str) -> None:
+    part, other = pair("delayed")
+    for model in (part, other):
+        getattr(model, name).__class__ = Twice
+    check_steps(part, other, part)
+
+
 def test_layers_that_do_not_fit_and_that_are_not_fp8() -> None:
     with pytest.raises(UserError, match="gate_up has 96 output features; accepted: 128"):
         SwiGlu(nn.Linear(64, 96), nn.Linear(64, 32))
+    for layers, name in (
+        ((nn.Sequential(nn.Linear(64, 64)), nn.Linear(32, 32)), "gate_up"),
+        ((nn.Linear(64, 64), nn.Identity()), "down"),
+    ):
+        with pytest.raises(UserError, match=rf"{name} is \w+; accepted: torch.nn.Linear"):
+            SwiGlu(*layers)
+    model = nn.ModuleDict({"one": nn.Linear(64, 96), "two": nn.Linear(64, 32)})
+    message = "has 96 output features; accepted: 128, twice the 64 input features of down"
+    with pytest.raises(UserError, match=f"gate_up {message}"):
+        swiglu_linear(model["one"], model["two"], torch.ones(2, 64))
+    fp8lab.convert(model, "delayed")
+    with pytest.raises(UserError, match=rf"gate_up \(layer 'one'\) {message}"):
+        swiglu_linear(model["one"], model["two"], torch.ones(2, 64))
+    for shape in ((4, 7), (7,), ()):
+        with pytest.raises(UserError, match=r"gate_up has shape \(.*\); accepted: \(\.\.\., 2F\)"):
+            swiglu(torch.ones(shape))
+    assert swiglu(torch.ones(4, 0)).shape == (4, 0)
     part = SwiGlu(nn.Linear(64, 64), nn.Linear(32, 48)).to(torch.bfloat16)
     x, _ = batch(0)
     assert_bits_equal(part(x), plain(part, x))

@@ -1,0 +1,75 @@
+"""Whether a file's rows are those of an experiment: each experiment says what its rows hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8lab.errors import UserError
+from fp8lab.records import Row
+
+Kinds = Mapping[str, Callable[[Any], bool]]
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def is_truth(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_number(value: Any) -> bool:
+    """A number, also one that JSON lacks, as `fp8lab.records.to_json` writes it."""
+    finite = isinstance(value, int | float) and not isinstance(value, bool)
+    return finite or value in ("nan", "inf", "-inf")
+
+
+def are_numbers(value: Any) -> bool:
+    return is_list(value) and all(map(is_number, value))
+
+
+def one_of(*accepted: str) -> Callable[[Any], bool]:
+    """Whether a value is one of them."""
+    return lambda value: is_text(value) and value in accepted
+
+
+def checker(experiment: str, head: Kinds, row: Kinds) -> Callable[[list[Any], Path], list[Row]]:
+    """What checks the rows of an experiment: takes them and their file, and gives them back.
+
+    Args:
+        experiment: Its name; the first row has this key.
+        head: What else the first row must hold, by key.
+        row: What each other row must hold.
+    """
+
+    def check(rows: list[Any], source: Path) -> list[Row]:
+        """The rows; a UserError where they are something else, or one lacks something."""
+        if not rows or not isinstance(rows[0], dict) or experiment not in rows[0]:
+            raise UserError(f"{source} holds no rows of {experiment}; name another --out")
+        for place, found in enumerate(rows, start=1):
+            kinds = row if place > 1 else {experiment: is_table, **head}
+            if not isinstance(found, dict):
+                raise UserError(f"{source}, line {place}, is damaged: it holds no JSON object")
+            if lacks := sorted(set(kinds) - set(found)):
+                raise UserError(f"{source}, line {place}, is damaged: it lacks {', '.join(lacks)}")
+            for key, is_right in kinds.items():
+                if not is_right(found[key]):
+                    said = str(found[key])[:40]
+                    raise UserError(f"{source}, line {place}, is damaged: {key} is {said!r}")
+        return rows
+
+    return check
