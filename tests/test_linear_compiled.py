@@ -159,6 +159,7 @@ def test_on_the_card(make: Callable[[], nn.Module]) -> None:
 
 @MODELS
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of settings that would be faster
 def test_on_the_card_by_its_compiler(make: Callable[[], nn.Module]) -> None:
     model = model_of(make, "delayed").cuda()
     for layer in layers_of(model):
