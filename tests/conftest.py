@@ -98,6 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _backward_thread() -> None:
+    """On a GPU torch has a thread of its own for backward passes. If the first thing that it does
+    there is a product by cuBLAS, torch warns that the thread has no CUDA context, and a warning is
+    an error: so it does something else first.
+    """
+    if DEVICE == "cuda":
+        loss = torch.ones(8, device="cuda", requires_grad=True).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Hand back what a test on a GPU leaves: memory that others need, and torch's modes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -105,4 +106,5 @@ def test_all_float32_on_the_gpu_in_seconds(fmt: Any) -> None:
     found = swept(contracts.Cast(fmt), kernel, device="cuda")
     assert (found.tried, found.words, found.problem) == (1 << 32, (), "")
     print(f"{fmt.name}: all float32 in {found.seconds:.1f} s")
-    assert found.seconds < 30
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # others would have the card, too
+        assert found.seconds < 30

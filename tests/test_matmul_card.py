@@ -6,7 +6,10 @@ Every variant is compiled first, by many threads at a time; then the examples on
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -230,6 +234,28 @@ def can_run(variant: Variant, n: int) -> bool:
     return not isinstance(variant.launch, GluonSettings) or n % 16 == 0
 
 
+@contextmanager
+def one_launcher_at_a_time() -> Iterator[None]:
+    """Inside, threads may launch what is new: Triton's launchers must not be loaded side by side.
+
+    They are extension modules of one name. Where Python loads one again, it gives the module object
+    that the last one of that name has, and puts its functions there: a thread between loading and
+    reading `launch` would get another kernel's.
+    """
+    driver = triton.runtime.driver.active
+    make, lock = driver.launcher_cls, threading.Lock()
+
+    def made(*given: Any) -> Any:
+        with lock:
+            return make(*given)
+
+    driver.launcher_cls = made
+    try:
+        yield
+    finally:
+        driver.launcher_cls = make
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Compile every variant, sixteen at a time: n of each alignment, m small and large.
@@ -252,7 +278,7 @@ def compiled() -> None:
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     first = len(works) * worker // count
-    with ThreadPoolExecutor(max(2, 16 // count)) as pool:
+    with one_launcher_at_a_time(), ThreadPoolExecutor(max(1, 16 // count)) as pool:
         list(pool.map(build, works[first:] + works[:first]))
     torch.cuda.synchronize()
 
