@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8lab.conversion import conversion_report, convert
+from fp8lab.conversion_names import is_matched
 from fp8lab.errors import UserError
 from fp8lab.linear import Fp8Linear, OperandCast, advance_scaling
 from fp8lab.recipes import OPERANDS, PRODUCTS, Recipe, recipe_named
@@ -44,7 +44,7 @@ def chosen_layers(model: nn.Module, patterns: str | Sequence[str], products: str
     convert(model, BF16, include=patterns, products=products)
     report = conversion_report(model)
     wanted = (patterns,) if isinstance(patterns, str) else patterns
-    chosen = [n for n in report.converted if any(fnmatchcase(n, own) for own in wanted)]
+    chosen = [n for n in report.converted if is_matched(n, wanted)]
     if not chosen:
         name, why = next(iter(report.left.items()))
         raise UserError(f"FP8 fits none of the chosen layers; {name!r}: {why}")

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fp8lab.conversion_names import nothing_matched, patterns_of, sensitive_layers
+from fp8lab.conversion_names import is_matched, nothing_matched, patterns_of, sensitive_layers
 from fp8lab.errors import UserError
 from fp8lab.linear import DTYPES, Fp8Linear, check_kernels, check_products
 from fp8lab.recipes import Recipe, recipe_named
@@ -108,7 +108,7 @@ def convert(
     left: dict[str, str] = {}
     for name, layer in layers.items():
         found = _recipe_for(name, rules)
-        if found is None or any(fnmatchcase(name, pattern) for pattern in without):
+        if found is None or is_matched(name, without):
             continue
         if name in kept:
             found = _as_recipe("bf16")

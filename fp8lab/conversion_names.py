@@ -18,7 +18,7 @@ pattern that is not that word: "[f]irst".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -72,13 +72,40 @@ def patterns_of(given: object, argument: str) -> tuple[str, ...]:
     return patterns
 
 
+def is_matched(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_fp8_patterns(names: Iterable[str], patterns: Iterable[str], who: str) -> None:
+    """Refuse a pattern that matches no FP8 layer.
+
+    Args:
+        names: Of the FP8 layers.
+        patterns: The patterns.
+        who: Whose they are, for the message: "telemetry".
+
+    Raises:
+        UserError: With the names that there are.
+    """
+    layers = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            raise UserError(
+                f"{who}: pattern {pattern!r} matches no FP8 layer; there are:"
+                f" {_shown(layers) or 'none'}"
+            )
+
+
 def nothing_matched(pattern: str, layers: Mapping[str, object]) -> str:
     """What to say of a pattern that matches no linear layer."""
     if not layers:
         return f"pattern {pattern!r} matches nothing: the model has no linear layer"
-    names = list(layers)
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"pattern {pattern!r} matches no linear layer; there are: {shown}"
+    return f"pattern {pattern!r} matches no linear layer; there are: {_shown(list(layers))}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def blocks_of(model: nn.Module) -> tuple[nn.Module, list[list[nn.Linear]]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from torch import nn
 
+from fp8lab.conversion_names import check_fp8_patterns, is_matched
 from fp8lab.errors import UserError
 from fp8lab.fallback import FallbackRule, most_sqnr_db
 from fp8lab.linear import Fp8Linear, OperandCast
@@ -21,13 +21,7 @@ def watched_layers(model: nn.Module, patterns: Sequence[str], roles: Sequence[st
     Raises:
         UserError: A pattern that matches no FP8 layer, or nothing that is in FP8.
     """
-    layers = _fp8_layers(model)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in layers):
-            shown = ", ".join(list(layers)[:8]) + (", ..." if len(layers) > 8 else "")
-            raise UserError(
-                f"fallback: pattern {pattern!r} matches no FP8 layer; there are: {shown or 'none'}"
-            )
+    check_fp8_patterns(_fp8_layers(model), patterns, "fallback")
     found = fp8_roles(model, patterns, roles)
     if not found:
         raise UserError(
@@ -41,7 +35,7 @@ def fp8_roles(model: nn.Module, patterns: Sequence[str], roles: Sequence[str]) -
     """As `watched_layers`, but empty where nothing is chosen."""
     found = {}
     for name, layer in _fp8_layers(model).items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if is_matched(name, patterns):
             own = tuple(role for role in OPERANDS if role in roles and _is_fp8(layer, role))
             if own:
                 found[name] = layer, own

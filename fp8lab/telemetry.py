@@ -17,13 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from fp8lab.conversion_names import patterns_of
+from fp8lab.conversion_names import check_fp8_patterns, is_matched, patterns_of
 from fp8lab.emulation.telemetry import CastCounts
 from fp8lab.errors import UserError
 from fp8lab.gradients import LossScaler, UpdateStep
@@ -89,7 +88,8 @@ class Telemetry:
             raise UserError(f"telemetry: every is {every!r}; accepted: a whole number, 1 and up")
         patterns = patterns_of(include, "telemetry: include")
         self.every, self.sqnr, self.sinks = every, sqnr, tuple(sinks)
-        _check_patterns(model, patterns)
+        layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in operand_casts(model))
+        check_fp8_patterns(layers, patterns or ("",), "telemetry")
         self._watched_casts = WatchedCasts("telemetry", model, lambda: _matching(model, patterns))
         self._casts = self._watched_casts.by_name
         self._table = CastTable(len(self._casts))
@@ -265,20 +265,10 @@ def _optimizer_and_scaler(
     return given.optimizer, given.scaler
 
 
-def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
-    layers = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in operand_casts(model)))
-    for pattern in patterns or ("",):
-        if not any(fnmatchcase(name, pattern) for name in layers):
-            shown = ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
-            raise UserError(
-                f"telemetry: pattern {pattern!r} matches no FP8 layer; there are: {shown or 'none'}"
-            )
-
-
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, OperandCast]:
     """The casts of the layers that patterns choose, by name."""
     return {
         name: cast
         for name, cast in operand_casts(model)
-        if any(fnmatchcase(name.rpartition(".")[0], pattern) for pattern in patterns)
+        if is_matched(name.rpartition(".")[0], patterns)
     }

@@ -19,7 +19,6 @@ are integers. Moments that are stored expanded are left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fp8lab.conversion_names import is_matched
 from fp8lab.gradients import LossScaler, scaler_of
 from fp8lab.ops_telemetry import Words, magnitude_bins
 from fp8lab.optimizer import AdamW
@@ -54,8 +54,7 @@ class ParameterWatch:
         self._params = {
             name: param
             for name, param in model.named_parameters()
-            if param.requires_grad
-            and any(fnmatchcase(name.rpartition(".")[0], pattern) for pattern in patterns)
+            if param.requires_grad and is_matched(name.rpartition(".")[0], patterns)
         }
         self._optimizer = optimizer
         self._scaler = scaler

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -70,14 +68,6 @@ def test_ratios_are_to_bf16_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) ->
         ("fp8lab delayed", False, 4.0, 2.0),
         ("fp8lab delayed", True, 3.0, 2.0),
     ]
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

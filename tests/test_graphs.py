@@ -468,14 +468,6 @@ def twelve_steps(machine: Machine) -> None:
         machine.take(number)
 
 
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def on_the_card(test: Callable[..., None]) -> Callable[..., None]:
     """With deterministic algorithms, and whatever the compiler warns of."""
     for mark in (
