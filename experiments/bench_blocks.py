@@ -1,14 +1,15 @@
 """Training speed on a GPU: Llama-8B-shaped blocks in BF16 and in FP8, of this lab and of torchao.
 
-    python -m fp8lab.experiments.bench_blocks [--out FOLDER] [--model] [--rounds N] [--only A,B]
+    python -m fp8lab.experiments.bench_blocks [--groups A,B] [--only A,B] [--rounds N]
+                                              [--out FOLDER]
 
-Four blocks, 2 x 4096 tokens, forward and backward; with --model a whole byte model of 1.1 billion
-parameters with clip and AdamW, too. All variants are compiled and warmed up first, and each is
-timed as the host issues it and as a CUDA graph of its whole step (`graph` in its rows). A round
-times each of them once, one after the other, so that clocks and heat are shared; what is reported
-is the median of the rounds, and the median of the ratios to BF16 of the same kind within a round.
-(The whole model's two kinds have rounds of their own: both do not fit.) Then steps of each graph go
-through torch's profiler: where the time goes. Rows go to FOLDER/blocks.jsonl.
+The groups: "blocks", four of them, 2 x 4096 tokens, forward and backward; "model", a whole byte
+model of 1.1 billion parameters with clip and AdamW. All variants are compiled and warmed up first,
+and timed as the host issues their steps, then all again as CUDA graphs of whole steps (`graph` in
+the rows). A round times each variant once, one after the other, so that clocks and heat are shared;
+what is reported is the median of the rounds, and the median of the ratios to BF16 within a round.
+Then steps of each go through torch's profiler: where the time goes. Rows go to FOLDER, into a file
+named after the groups.
 """
 
 from __future__ import annotations
@@ -45,14 +46,19 @@ KINDS = (
     ("optimizer", r"adam|leaf_kernel|norm_kernel|constants_kernel|multi_tensor"),
 )
 Step = Callable[[], Any]
-Steps = dict[tuple[str, bool], Step]  # by variant, and whether it is a graph
+GROUPS: dict[str, tuple[Shape, Callable[..., Step]]] = {
+    "blocks": (Shape(), blocks_step),
+    "model": (MODEL, model_step),
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("figures/h200"))
-    parser.add_argument("--model", action="store_true", help="time the whole model, too")
+    parser.add_argument(
+        "--groups", default="blocks", metavar="A,B", help="blocks, model (default blocks)"
+    )
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(default 9)")
     parser.add_argument("--only", metavar="A,B", help="variants by name, BF16 always among them")
     options = parser.parse_args(arguments)
@@ -60,20 +66,26 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError("the benchmark needs a CUDA device; torch finds none")
     if options.rounds < 1:
         raise UserError(f"rounds is {options.rounds}; accepted: 1 and up")
+    groups = [part.strip() for part in options.groups.split(",")]
+    unknown = sorted(set(groups) - set(GROUPS))
+    if unknown:
+        raise UserError(f"unknown group {unknown[0]!r}; accepted: {', '.join(GROUPS)}")
     chosen = chosen_variants(options.only)
     options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"{'-'.join(groups)}.jsonl"
     rows: list[Row] = [
         {
             "environment": environment("cuda"),
             "rounds": options.rounds,
             "date": datetime.now(UTC).date().isoformat(),
-            "command": "python -m fp8lab.experiments.bench_blocks",
+            "command": f"python -m fp8lab.experiments.bench_blocks --groups {','.join(groups)}"
+            + (f' --only "{options.only}"' if options.only else ""),
         }
     ]
-    for row in measure(chosen, rounds=options.rounds, model=options.model):
+    for row in measure(chosen, rounds=options.rounds, groups=groups):
         rows.append(row)
         print(line_of(row), flush=True)
-        write_atomically(options.out / "blocks.jsonl", "".join(to_json(r) + "\n" for r in rows))
+        write_atomically(file, "".join(to_json(r) + "\n" for r in rows))
 
 
 def chosen_variants(only: str | None) -> list[Variant]:
@@ -94,35 +106,27 @@ def chosen_variants(only: str | None) -> list[Variant]:
     ]
 
 
-def measure(chosen: list[Variant], *, rounds: int, model: bool) -> Iterator[Row]:
-    """The blocks, then the whole model where it is asked for."""
-    yield from run_group("blocks", chosen, Shape(), blocks_step, rounds)
-    for graph in KINDS_OF_STEP if model else ():
-        gc.collect()
-        torch.cuda.empty_cache()
-        yield from run_group("model", chosen, MODEL, model_step, rounds, (graph,))
+def measure(chosen: list[Variant], *, rounds: int, groups: Sequence[str]) -> Iterator[Row]:
+    """Each group, as the host issues its steps and then as graphs."""
+    for group in groups:
+        for graph in KINDS_OF_STEP:
+            gc.collect()
+            torch.cuda.empty_cache()
+            yield from run_group(group, chosen, rounds, graph=graph)
 
 
-def run_group(
-    title: str,
-    chosen: list[Variant],
-    shape: Shape,
-    make: Callable[..., Step],
-    rounds: int,
-    kinds: Sequence[bool] = KINDS_OF_STEP,
-) -> Iterator[Row]:
-    """Prepare all, time all, then account for each variant: as a graph where there is one."""
+def run_group(group: str, chosen: list[Variant], rounds: int, *, graph: bool) -> Iterator[Row]:
+    """Prepare all, time all, then account for each variant."""
+    shape, make = GROUPS[group]
     # Graphs run one after the other, so that they may share what memory they do not keep.
     pool = torch.cuda.graph_pool_handle()
     steps = {
-        (variant.name, graph): prepared(make(variant, shape, graph=graph, pool=pool))
-        for variant in chosen
-        for graph in kinds
+        variant.name: prepared(make(variant, shape, graph=graph, pool=pool)) for variant in chosen
     }
-    yield from timed(title, steps, shape, rounds)
-    for (name, graph), step in steps.items():
-        if graph == kinds[-1]:
-            yield {"group": title, "variant": name, "graph": graph, "account": account(step)}
+    for row in timed(steps, shape, rounds):
+        yield {"group": group, "graph": graph, **row}
+    for name, step in steps.items():
+        yield {"group": group, "graph": graph, "variant": name, "account": account(step)}
 
 
 def prepared(step: Step) -> Step:
@@ -133,21 +137,19 @@ def prepared(step: Step) -> Step:
     return step
 
 
-def timed(title: str, steps: Steps, shape: Shape, rounds: int) -> Iterator[Row]:
-    """Interleaved rounds: one row a variant and kind."""
-    times: dict[tuple[str, bool], list[float]] = {key: [] for key in steps}
+def timed(steps: dict[str, Step], shape: Shape, rounds: int) -> Iterator[Row]:
+    """Interleaved rounds: one row a variant."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
-        for key, step in steps.items():
-            times[key].append(_milliseconds(step))
-    for (name, graph), found in times.items():
-        base = times[BASELINE, graph]
+        for name, step in steps.items():
+            times[name].append(_milliseconds(step))
+    base = times[BASELINE]
+    for name, found in times.items():
         ratios = [one / own for one, own in zip(base, found, strict=True)]
         middle = statistics.median(found)
-        hosts = [_host_milliseconds(steps[name, graph]) for _ in range(3)]
+        hosts = [_host_milliseconds(steps[name]) for _ in range(3)]
         yield {
-            "group": title,
             "variant": name,
-            "graph": graph,
             "shape": asdict(shape),
             "ms": round(middle, 3),
             "ms_range": [round(min(found), 3), round(max(found), 3)],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,19 +58,25 @@ def test_variants_by_name() -> None:
     assert line.split()[:3] == ["blocks", "x", "graph"]
 
 
-def test_ratios_are_to_bf16_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("torch bf16", "fp8lab delayed")
-    steps = {(name, graph): (lambda: None) for name in names for graph in (False, True)}
-    found = iter([8.0, 6.0, 4.0, 3.0] * 2)
+def test_ratios_are_to_bf16_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[str, Callable[[], None]] = dict.fromkeys(
+        ("torch bf16", "fp8lab delayed"), lambda: None
+    )
+    found = iter([8.0, 4.0, 6.0, 2.0, 7.0, 5.0])
     monkeypatch.setattr(bench_blocks, "_milliseconds", lambda step: next(found))
     monkeypatch.setattr(bench_blocks, "_host_milliseconds", lambda step: 1.0)
-    rows = list(bench_blocks.timed("blocks", steps, TINY, 2))
-    assert [(row["variant"], row["graph"], row["ms"], row["over_bf16"]) for row in rows] == [
-        ("torch bf16", False, 8.0, 1.0),
-        ("torch bf16", True, 6.0, 1.0),
-        ("fp8lab delayed", False, 4.0, 2.0),
-        ("fp8lab delayed", True, 3.0, 2.0),
+    rows = list(bench_blocks.timed(steps, TINY, 3))
+    assert [(row["variant"], row["ms"], row["over_bf16"]) for row in rows] == [
+        ("torch bf16", 7.0, 1.0),
+        ("fp8lab delayed", 4.0, 2.0),
     ]
+    assert rows[1]["over_bf16_range"] == [1.4, 3.0]
+
+
+def test_an_unknown_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="unknown group 'layers'; accepted: blocks, model"):
+        bench_blocks.main(["--groups", "blocks,layers", "--out", str(tmp_path)])
 
 
 @pytest.mark.gpu
