@@ -59,7 +59,7 @@ def accumulate(
     tiny = promote is None and bool(((magnitude > 0) & (magnitude < SMALLEST_C)).any())
     steps_on_tile = steps_of(left, right, core, tiny=tiny)
     count = left.values.shape[0]
-    tiles = list(product(_slices(m, TILE_M), _slices(n, TILE_N)))
+    tiles = list(product(_slices(m, _height(m, n, threads)), _slices(n, TILE_N)))
     left_over = iter(tiles)
 
     def work() -> None:
@@ -106,6 +106,15 @@ def _promoted(
         else:
             total = factors.promoted(partial, total, block, *tile)
     return total
+
+
+def _height(m: int, n: int, threads: int) -> int:
+    """Rows of a tile: as many more as its columns are fewer, while each thread still has a tile.
+
+    NumPy's calls for a small tile cost more than the arithmetic in it.
+    """
+    as_large = TILE_M * TILE_N // max(min(n, TILE_N), 1)
+    return max(TILE_M, min(as_large, -(-m // threads)))
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:

@@ -23,8 +23,8 @@ from fp8lab.emulation.chain_operands import Array, Float32Array, Operand, TileOp
 from fp8lab.emulation.fused import fma
 from fp8lab.emulation.tensorcore import FLOAT8_OPERANDS, TensorCore
 
-# Rows and columns of a tile. Its largest temporary, 33 x 8 x 1024 float32, is 1 MiB: it stays in
-# the L2 cache.
+# Rows and columns of a tile; with fewer columns it has more rows. Its largest temporary, 33 x 8 x
+# 1024 float32, is 1 MiB: it stays in the L2 cache.
 TILE_M, TILE_N = 8, 1024
 
 # NumPy copies operands of short inner loops into buffers of this many elements; by default (8192)

@@ -4,20 +4,19 @@
 
 The core's arithmetic is data (`fp8lab.emulation.tensorcore`); the sum over K comes in a fast form
 (`fp8lab.emulation.accumulation`) and a slow one (`fp8lab.emulation.dot`). Here is what lies around
-it: checks, scales, bias, the output type.
+it: scales, bias, the output type; checks are in `fp8lab.emulation.matmul_arguments`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from fp8lab.emulation.accumulation import accumulate
-from fp8lab.emulation.matmul_scales import Factors, factors_from
+from fp8lab.emulation.matmul_arguments import BFLOAT16, Product, checked, checked_indices
 from fp8lab.emulation.tensorcore import (
     ADA_FP8,
     BLACKWELL_FP8,
@@ -48,15 +47,13 @@ __all__ = [
     "lowering",
     "matmul",
     "matmul_at",
+    "matmul_picked",
 ]
 
 Array = npt.NDArray[Any]
-Float32Array = npt.NDArray[np.float32]
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_FLOAT32 = np.dtype(np.float32)
 _NAN = np.array(0x7FFFFFFF, dtype=np.uint32).view(np.float32)
-_NAN_BFLOAT16 = np.array(0x7FFF, dtype=np.uint16).view(_BFLOAT16)
+_NAN_BFLOAT16 = np.array(0x7FFF, dtype=np.uint16).view(BFLOAT16)
 
 
 def matmul(
@@ -121,7 +118,7 @@ def matmul(
     >>> matmul(a, b).item()  # 200704 + 0.875, cut to 14 bits
     200704.0
     """
-    given = _checked(
+    given = checked(
         a,
         b,
         core=core,
@@ -161,9 +158,9 @@ def matmul_at(
     >>> matmul_at(a, a, [7, 299], [299]).tolist()
     [[0.0], [1.0]]
     """
-    whole = _checked(a, b, **options)
-    rows = _checked_indices("rows", rows, a.shape[0])
-    columns = _checked_indices("columns", columns, b.shape[1])
+    whole = checked(a, b, **options)
+    rows = checked_indices("rows", rows, a.shape[0])
+    columns = checked_indices("columns", columns, b.shape[1])
     part = np.ix_(rows, columns)
     bias = whole.bias
     if bias is not None:
@@ -180,22 +177,49 @@ def matmul_at(
     )
 
 
-@dataclass(frozen=True)
-class _Product:
-    """The arguments of a product, checked."""
+def matmul_picked(
+    a: Array,
+    b: Array,
+    rows: npt.ArrayLike,
+    columns: npt.ArrayLike,
+    shape: tuple[int, int],
+    **options: Any,
+) -> Array:
+    """`matmul_at` where nothing but the chosen rows and columns is at hand.
 
-    a: Array
-    b: Array
-    core: TensorCore
-    start: Float32Array
-    promote: int | None
-    factors: Factors
-    bias: Float32Array | None
-    out_dtype: np.dtype[Any]
-    threads: int
+    Args:
+        a, b: (len(rows), K) and (K, len(columns)): the chosen rows of A and columns of B.
+        rows, columns: Which they are of the whole, from 0.
+        shape: (M, N) of the whole product.
+        options: The keyword arguments of `matmul`. Inverse scales are the whole product's, since
+            their shapes tell what they are for; accumulator and bias are those of the result.
+
+    Returns:
+        (len(rows), len(columns)).
+
+    Raises:
+        TypeError, ValueError: As for `matmul_at`; or operands that do not have as many rows and
+            columns as were chosen.
+
+    >>> import numpy as np
+    >>> from fp8lab.formats import E4M3
+    >>> a = np.eye(300, dtype=np.float32).astype(E4M3.dtype)
+    >>> scale = np.arange(300)[:, None]  # one a row
+    >>> matmul_picked(a[[7]], a[:, [7]], [7], [7], (300, 300), inverse_scale_a=scale).tolist()
+    [[7.0]]
+    """
+    given = checked(a, b, scaled_as=shape, **options)
+    rows = checked_indices("rows", rows, shape[0])
+    columns = checked_indices("columns", columns, shape[1])
+    if (a.shape[0], b.shape[1]) != (len(rows), len(columns)):
+        raise ValueError(
+            f"a has {a.shape[0]} rows and b {b.shape[1]} columns; accepted: the {len(rows)} and"
+            f" {len(columns)} that were chosen"
+        )
+    return _product(replace(given, factors=given.factors.at(rows, columns)))
 
 
-def _product(given: _Product) -> Array:
+def _product(given: Product) -> Array:
     with np.errstate(all="ignore"):
         total = accumulate(
             given.a,
@@ -211,119 +235,6 @@ def _product(given: _Product) -> Array:
         if given.bias is not None:
             total = total + given.bias
         nan = np.isnan(total)
-        if given.out_dtype == _BFLOAT16:
-            return np.where(nan, _NAN_BFLOAT16, total.astype(_BFLOAT16))
+        if given.out_dtype == BFLOAT16:
+            return np.where(nan, _NAN_BFLOAT16, total.astype(BFLOAT16))
         return np.where(nan, _NAN, total)
-
-
-def _checked(
-    a: Array,
-    b: Array,
-    *,
-    core: TensorCore = HOPPER_FP8,
-    accumulator: npt.ArrayLike | None = None,
-    promote_every: int | None = None,
-    inverse_scale_a: npt.ArrayLike | None = None,
-    inverse_scale_b: npt.ArrayLike | None = None,
-    bias: npt.ArrayLike | None = None,
-    out_dtype: npt.DTypeLike = np.float32,
-    threads: int = 1,
-) -> _Product:
-    _check_operands(a, b, core)
-    (m, k), n = a.shape, b.shape[1]
-    out = np.dtype(out_dtype)
-    if out not in (_FLOAT32, _BFLOAT16):
-        raise TypeError(f"out_dtype is {out}; accepted: float32, bfloat16")
-    if threads < 1:
-        raise ValueError(f"threads is {threads}; accepted: 1 and up")
-    factors = factors_from(inverse_scale_a, inverse_scale_b, m, k, n)
-    return _Product(
-        a,
-        b,
-        core,
-        _checked_accumulator(accumulator, core, (m, n)),
-        _checked_promotion(promote_every, factors, core),
-        factors,
-        _checked_bias(bias, m, n),
-        out,
-        threads,
-    )
-
-
-def _checked_indices(name: str, indices: npt.ArrayLike, size: int) -> Array:
-    given = np.asarray(indices)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise TypeError(
-            f"{name} is {given.dtype} of shape {given.shape}; accepted: a list of integers"
-        )
-    if given.size and not (given.min() >= 0 and given.max() < size):
-        raise ValueError(
-            f"{name} goes from {given.min()} to {given.max()}; accepted: from 0 to {size - 1}"
-        )
-    return given.astype(np.intp)
-
-
-def _check_operands(a: Array, b: Array, core: TensorCore) -> None:
-    if not isinstance(core, TensorCore):
-        accepted = ", ".join(TENSOR_CORES)
-        raise TypeError(f"core is {core!r}; accepted: a TensorCore (TENSOR_CORES has: {accepted})")
-    for name, matrix in (("a", a), ("b", b)):
-        if not isinstance(matrix, np.ndarray) or matrix.dtype.name not in core.operands:
-            kind = matrix.dtype if isinstance(matrix, np.ndarray) else type(matrix).__name__
-            raise TypeError(
-                f"{name} is of {kind}; {core.name} takes: {', '.join(core.operands)}"
-                " (view raw bytes as fmt.dtype)"
-            )
-        if matrix.ndim != 2:
-            raise ValueError(f"{name} has shape {matrix.shape}; accepted: two dimensions")
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(
-            f"a has shape {a.shape} and b {b.shape}; accepted: (M, K) and (K, N) of one K"
-        )
-
-
-def _checked_accumulator(
-    accumulator: npt.ArrayLike | None, core: TensorCore, shape: tuple[int, int]
-) -> Float32Array:
-    if accumulator is None:
-        return np.zeros(shape, dtype=np.float32)
-    given = np.asarray(accumulator)
-    if given.dtype not in (_FLOAT32, np.dtype(core.accumulator)):
-        raise TypeError(f"accumulator has dtype {given.dtype}; accepted: {core.accumulator}")
-    if given.shape != shape:
-        raise ValueError(f"accumulator has shape {given.shape}; accepted: {shape}")
-    with np.errstate(invalid="ignore", over="ignore"):
-        start = given.astype(np.float32)
-        if core.accumulator == "float16" and not np.array_equal(
-            start.astype(np.float16).astype(np.float32), start, equal_nan=True
-        ):
-            raise ValueError("accumulator holds values that float16 does not")
-    return start
-
-
-def _checked_promotion(promote_every: int | None, factors: Factors, core: TensorCore) -> int | None:
-    promote = factors.block_k if promote_every is None else promote_every
-    if promote is None:
-        return None
-    if factors.block_k not in (None, promote):
-        raise ValueError(
-            f"promote_every is {promote!r}, but the scales have blocks of {factors.block_k} along"
-            " K; accepted: that number, or None"
-        )
-    if not isinstance(promote, int) or promote < 1 or promote % core.block_k:
-        raise ValueError(
-            f"promote_every is {promote!r}; accepted: a multiple of {core.block_k}, the block of k"
-            f" of {core.name}"
-        )
-    return promote
-
-
-def _checked_bias(bias: npt.ArrayLike | None, m: int, n: int) -> Float32Array | None:
-    if bias is None:
-        return None
-    given = np.asarray(bias)
-    if given.dtype not in (_FLOAT32, _BFLOAT16):
-        raise TypeError(f"bias has dtype {given.dtype}; accepted: float32, bfloat16")
-    if given.shape not in ((n,), (m, n)):
-        raise ValueError(f"bias has shape {given.shape}; accepted: {(n,)} or {(m, n)}")
-    return given.astype(np.float32)

@@ -123,9 +123,9 @@ def _outputs(
     rows, columns = places
     tall, (across, _) = _sizes(found, matrix)
     values = picked(matrix, rows.places, columns.places)
-    table = to_numpy(found.inverse)
 
     def inputs(i: int) -> dict[str, Any]:
+        table = to_numpy(found.inverse)
         scale = table[int(rows.places[i]) // tall, int(columns.places[i]) // across]
         return {"x": values[i], "scale of its block": scale}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fp8lab.linear_casts import OperandCast
@@ -15,12 +16,14 @@ class Names:
         self._layers: dict[int, nn.Module] = {}  # kept alive, so that identities stay theirs
         self._models: list[nn.Module] = []
         self._known: dict[int, str] = {}
+        self._parameters: dict[tuple[int, torch.Size], tuple[Tensor, str]] = {}
 
     def note_model(self, model: nn.Module) -> None:
         """A model, whose names come first."""
         if any(own is model for own in self._models):
             return
         self._models.append(model)
+        self._parameters.clear()
         for name, module in model.named_modules():
             self._known.setdefault(id(module), name or type(module).__name__)
 
@@ -50,15 +53,25 @@ class Names:
 
     def parameter(self, param: Tensor, place: int) -> str:
         """The name of a parameter, found by where its elements lie."""
+        key = param.data_ptr(), param.shape
+        own, name = self._parameters.get(key, (None, ""))
+        if own is None or not _same(own, param):  # new, or its memory was another's
+            found = self._search(param)
+            if found is None:
+                return f"parameter {place} {tuple(param.shape)}"
+            own, name = self._parameters[key] = found
+        return name
+
+    def _search(self, param: Tensor) -> tuple[Tensor, str] | None:
         for model in self._models:
             for name, own in model.named_parameters():
                 if _same(own, param):
-                    return name
+                    return own, name
         for layer in self._layers.values():
             for name, own in layer.named_parameters():
                 if _same(own, param):
-                    return f"{self.layer(layer)}.{name}"
-        return f"parameter {place} {tuple(param.shape)}"
+                    return own, f"{self.layer(layer)}.{name}"
+        return None
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

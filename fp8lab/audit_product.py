@@ -9,13 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from fp8lab import audit_slow as slow
 from fp8lab.audit_checks import Array, Compared, Look, Outputs, picked
 from fp8lab.audit_sampling import Draw, Places
 from fp8lab.bridge import to_numpy
-from fp8lab.emulation.matmul import matmul_at
+from fp8lab.emulation.matmul import matmul_picked
 from fp8lab.ops_linear import computed_by_kernel
 
 
@@ -23,9 +24,11 @@ def product(look: Look) -> Callable[[Any], Outputs]:
     """`ops_linear.matmul`: elements where some rows of a and some of b meet, over all of K."""
     given = look.given
     a, b, promote = (given[name] for name in ("a", "b", "promote_every"))
-    shape = (int(a.codes.shape[0]), int(b.codes.shape[0]))
+    shape, k = (int(a.codes.shape[0]), int(b.codes.shape[0])), int(a.codes.shape[1])
     draw = look.sampler.grid(look.name, shape, _sides(shape, look.sample))
-    rows, columns = np.repeat(draw.rows, len(draw.columns)), np.tile(draw.columns, len(draw.rows))
+    # Which of the chosen rows and columns meet, and where that is in the whole.
+    pairs = np.divmod(np.arange(len(draw.rows) * len(draw.columns)), len(draw.columns))
+    rows, columns = draw.rows[pairs[0]], draw.columns[pairs[1]]
     added: Array | None = None
     if given["accumulate"] is not None:
         added = np.array(picked(given["accumulate"], rows, columns))
@@ -33,19 +36,20 @@ def product(look: Look) -> Callable[[Any], Outputs]:
         added = np.array(to_numpy(given["bias"].detach().float()))[columns]
 
     def finish(found: Tensor) -> Outputs:
-        left, right = to_numpy(a.codes), to_numpy(b.codes)
+        left, right = _rows(a.codes, draw.rows), _rows(b.codes, draw.columns)
         actual = picked(found, rows, columns)
         tables = to_numpy(a.inverse), to_numpy(b.inverse)
         sure = np.arange(len(rows))
         if computed_by_kernel(a.codes) and not a.codes.is_cuda:
-            sure = sure[in_any_order(left[rows], right[columns])]
+            sure = sure[in_any_order(left[pairs[0]], right[pairs[1]])]
         if look.slow:
-            expected = by_elements(left, right, tables, rows, columns, promote, added, actual.dtype)
+            scales = slow.Scales(tables[0], shape[0], k), slow.Scales(tables[1], shape[1], k)
+            expected = by_elements(left, right, scales, draw, promote, added, actual.dtype)
         else:
-            expected = by_oracle(left, right, tables, draw, promote, added, actual.dtype)
+            expected = by_oracle(left, right, tables, shape, draw, promote, added, actual.dtype)
 
         def inputs(i: int) -> dict[str, Any]:
-            row, column = element(i)
+            row, column = (own[sure[i]] for own in pairs)
             seen = {"a": left[row], "b": right[column]}
             seen |= {"inverse_scale_a": tables[0], "inverse_scale_b": tables[1]}
             return seen if added is None else seen | {"added": added[sure[i]]}
@@ -65,6 +69,12 @@ def product(look: Look) -> Callable[[Any], Outputs]:
         )
 
     return finish
+
+
+def _rows(codes: Tensor, rows: Places) -> Array:
+    """Some rows of a matrix of codes: on a GPU the others stay there."""
+    bits = codes.detach().view(torch.uint8)[torch.from_numpy(rows).to(codes.device)]
+    return to_numpy(bits.view(codes.dtype))
 
 
 def _sides(shape: tuple[int, int], sample: int) -> tuple[int, int]:
@@ -95,27 +105,33 @@ def by_oracle(
     left: Array,
     right: Array,
     tables: tuple[Array, Array],
+    shape: tuple[int, int],
     draw: Draw,
     promote: int | None,
     added: Array | None,
     dtype: Any,
 ) -> Array:
-    """The elements of a product by `emulation.matmul.matmul_at`."""
+    """The elements of a product of that shape by `emulation.matmul.matmul_picked`.
+
+    Args:
+        left, right: The drawn rows of both operands.
+        tables: All inverse scales.
+        shape, draw: Of the product, and which of it is wanted.
+        promote: As for `ops_linear.matmul`.
+        added: What is added to each element.
+        dtype: Of the result.
+    """
     narrow = dtype if dtype == ml_dtypes.bfloat16 else np.dtype(np.float32)
-    bias = None
-    if added is not None:
-        # Only where it is looked at; the rest is never touched.
-        bias = np.zeros((left.shape[0], right.shape[0]), np.float32)
-        bias[np.ix_(draw.rows, draw.columns)] = added.reshape(len(draw.rows), len(draw.columns))
-    found = matmul_at(
+    found = matmul_picked(
         left,
         right.T,
         draw.rows,
         draw.columns,
+        shape,
         promote_every=promote,
         inverse_scale_a=tables[0],
         inverse_scale_b=tables[1].T if tables[1].ndim == 2 else tables[1],
-        bias=bias,
+        bias=None if added is None else added.reshape(len(draw.rows), len(draw.columns)),
         out_dtype=narrow,
     )
     with np.errstate(all="ignore"):
@@ -125,23 +141,19 @@ def by_oracle(
 def by_elements(
     left: Array,
     right: Array,
-    tables: tuple[Array, Array],
-    rows: Places,
-    columns: Places,
+    scales: tuple[slow.Scales, slow.Scales],
+    draw: Draw,
     promote: int | None,
     added: Array | None,
     dtype: Any,
 ) -> Array:
     """The same by the slow form."""
-    k = left.shape[1]
-    first = slow.Scales(tables[0], left.shape[0], k)
-    second = slow.Scales(tables[1], right.shape[0], k)
-    found = []
-    for i, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
-        total = slow.product_element(
-            left[row], right[column], (first, row), (second, column), promote
-        )
-        if added is not None:
-            total = slow.plus(total, float(added[i]))
-        found.append(slow.narrowed(total, dtype))
+    found: list[Any] = []
+    for i, row in enumerate(draw.rows.tolist()):
+        for j, column in enumerate(draw.columns.tolist()):
+            at = (scales[0], row), (scales[1], column)
+            total = slow.product_element(left[i], right[j], *at, promote)
+            if added is not None:
+                total = slow.plus(total, float(added[len(found)]))
+            found.append(slow.narrowed(total, dtype))
     return np.array(found, dtype)

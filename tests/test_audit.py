@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import fp8lab
-from fp8lab import observe, ops, ops_adamw_steppers, ops_gradients, ops_linear
+from fp8lab import audit_product, observe, ops, ops_adamw_steppers, ops_gradients, ops_linear
+from fp8lab.audit_names import Names
 from fp8lab.auditing import AuditError
+from fp8lab.bridge import to_numpy
 from fp8lab.emulation import scaling
+from fp8lab.emulation.matmul import matmul
 from fp8lab.errors import UserError
 from fp8lab.gradients import LossScaler, UpdateStep, accumulate_in_float32
 from fp8lab.linear import Fp8Linear, advance_scaling
@@ -390,6 +393,57 @@ def test_the_message_names_layer_operation_element_and_bits(
         assert word in text
     assert text in str(report)
     assert "audited 1 of 1 steps" in str(report)
+
+
+@pytest.mark.parametrize("spec", ["tensorwise", "blockwise", "mx"])
+def test_of_a_products_operands_only_drawn_rows_come_to_the_host(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each element has its own: the wrong ones are shown with the rows that they come from."""
+    operands: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    taken: list[tuple[int, ...]] = []
+    multiply, take = matmul, to_numpy
+
+    def wrong(a: Any, b: Any, **options: Any) -> Any:
+        found = np.array(multiply(a, b, **options))
+        operands[found.shape] = a, b.T
+        found.view(np.uint32)[...] ^= 1
+        return found
+
+    def noted(tensor: Tensor) -> Any:
+        if tensor.dtype == torch.float8_e4m3fn:
+            taken.append(tuple(tensor.shape))
+        return take(tensor)
+
+    monkeypatch.setattr(ops_linear, "oracle_matmul", wrong)
+    monkeypatch.setattr(audit_product, "to_numpy", noted)
+    layer = Fp8Linear(K, N, recipe_named(spec), bias=False)
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(2))
+    with fp8lab.audit(sample=6, on_difference="count") as report:
+        for _ in range(4):
+            layer(x)
+            advance_scaling(layer)
+    assert taken == [(2, K), (3, K)] * 4
+    assert len(report.found) == 4
+    left, right = operands[ROWS, N]
+    for difference in report.found:
+        row, column = difference.element
+        assert difference.count == 6
+        assert np.array_equal(difference.inputs["a"].view(np.uint8), left[row].view(np.uint8))
+        assert np.array_equal(difference.inputs["b"].view(np.uint8), right[column].view(np.uint8))
+
+
+def test_a_parameter_has_its_name_after_its_memory_was_anothers() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(2, 3), "two": nn.Linear(2, 3)})
+    weights = list(model.parameters())[::2]
+    names = Names()
+    names.note_model(model)
+    for _ in range(2):
+        assert [names.parameter(own, 0) for own in weights] == ["one.weight", "two.weight"]
+        first, second = (own.data for own in weights)
+        weights[0].data, weights[1].data = second, first
+    assert names.parameter(torch.zeros(2, 3), 7) == "parameter 7 (2, 3)"
 
 
 def test_a_step_is_an_optimizers_and_every_counts_them() -> None:

@@ -18,6 +18,7 @@ from fp8lab.emulation.matmul import (
     lowering,
     matmul,
     matmul_at,
+    matmul_picked,
 )
 from fp8lab.formats import E4M3, Float8Format
 
@@ -89,6 +90,10 @@ def test_rows_and_columns_that_are_not_there_are_refused() -> None:
     for rows in ([0.5], [True], 1):  # type: ignore[assignment]
         with pytest.raises(TypeError, match=r"rows is .*; accepted: a list of integers"):
             matmul_at(a, b, rows, [0])
+    with pytest.raises(ValueError, match="a has 3 rows and b 2 columns; accepted: the 1 and 2"):
+        matmul_picked(a, b, [1], [0, 1], (3, 2))
+    with pytest.raises(ValueError, match="rows goes from 3 to 3; accepted: from 0 to 2"):
+        matmul_picked(a[:1], b, [3], [0, 1], (3, 2))
     with pytest.raises(TypeError, match="core is 'hopper_fp8'; accepted: a TensorCore"):
         matmul(a, b, core="hopper_fp8")  # type: ignore[arg-type]
 

@@ -14,6 +14,7 @@ from fp8lab.emulation.fused import fma
 from fp8lab.emulation.matmul import (
     matmul,
     matmul_at,
+    matmul_picked,
 )
 from fp8lab.formats import E4M3, E5M2, E8M0, Float8Format
 from fp8lab.testing import assert_bits_equal
@@ -124,6 +125,8 @@ def test_a_sample_is_a_part_of_the_whole(data: st.DataObject) -> None:
         "tensor": {"inverse_scale_a": 0.3},
         "rows": {"inverse_scale_a": rng.random((m, 1)), "inverse_scale_b": rng.random((1, n))},
         "blocks": {"inverse_scale_a": rng.random((m, 2)), "inverse_scale_b": rng.random((2, 2))},
+        "squares": {"inverse_scale_a": rng.random((1, 2)), "inverse_scale_b": rng.random((2, n))},
+        "mx": {"inverse_scale_a": rng.random((m, 7)), "inverse_scale_b": rng.random((7, n))},
     }
     options = dict(by_shape[data.draw(st.sampled_from(sorted(by_shape)))])
     if data.draw(st.booleans()):
@@ -131,11 +134,29 @@ def test_a_sample_is_a_part_of_the_whole(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         shape = data.draw(st.sampled_from([(n,), (m, n)]))
         options["bias"] = rng.standard_normal(shape, np.float32)
-    whole = matmul(a, b, **options)
-    assert_bits_equal(matmul_at(a, b, rows, columns, **options), whole[np.ix_(rows, columns)])
+    part = np.ix_(rows, columns)
+    expected = matmul(a, b, **options)[part]
+    assert_bits_equal(matmul_at(a, b, rows, columns, **options), expected)
+    # Of the rest of a and b nothing need be known.
+    if "accumulator" in options:
+        options["accumulator"] = options["accumulator"][part]
+    if "bias" in options:
+        own = options["bias"]
+        options["bias"] = own[columns] if own.ndim == 1 else own[part]
+    found = matmul_picked(a[rows], b[:, columns], rows, columns, (m, n), **options)
+    assert_bits_equal(found, expected)
 
 
 def test_threads_change_nothing() -> None:
     a = operand_values(9, (40, 96), "float8_e4m3fn", "ordinary")
     b = operand_values(10, (96, 700), "float8_e4m3fn", "exponents")
     assert_bits_equal(matmul(a, b, threads=3), matmul(a, b))
+
+
+def test_the_height_of_a_tile_changes_nothing() -> None:
+    """All rows at once, where there are few columns; few rows, where there are many."""
+    a = operand_values(11, (40, 96), "float8_e4m3fn", "patterns")
+    b = operand_values(12, (96, 1100), "float8_e4m3fn", "exponents")
+    whole = matmul(a, b, promote_every=32)
+    for columns in (slice(0, 3), slice(1000, 1100)):
+        assert_bits_equal(matmul(a, b[:, columns], promote_every=32), whole[:, columns])
