@@ -69,7 +69,14 @@ def plain_settings(
 
 
 def fast_settings(
-    m: int, n: int, *, promoted: bool, blocks: bool, by_both: bool, multiprocessors: int
+    m: int,
+    n: int,
+    *,
+    promoted: bool,
+    blocks: bool,
+    by_both: bool,
+    multiprocessors: int,
+    short: bool = False,
 ) -> GluonSettings:
     """For the fast kernel: by the number of waves of tiles, and what a tile costs.
 
@@ -81,19 +88,21 @@ def fast_settings(
         blocks: Whether scales are of blocks.
         by_both: Whether each row and each column has its own scales of blocks, 1x128 by 1x128.
         multiprocessors: Of the device.
+        short: Whether partial sums are of less than 128 of k. With scales of blocks the widest tile
+            then has too few registers.
     """
     if m <= 32:
-        short = -(-n // 64) > multiprocessors
+        many = -(-n // 64) > multiprocessors
         if promoted:
-            thin = THIN_SHORT_FAST if short else THIN_FAST
+            thin = THIN_SHORT_FAST if many else THIN_FAST
         else:
-            thin = THIN_DEEP_SHORT_FAST if short else THIN_DEEP_FAST
+            thin = THIN_DEEP_SHORT_FAST if many else THIN_DEEP_FAST
         return replace(thin, block_m=16 if m <= 16 else 32)
     if m <= 64:
         return NARROW_FAST if promoted else DEEP_FAST
     lowest = DEEP_FAST if not promoted else NARROW_FAST if blocks else LEAN_FAST
     candidates = [SQUARE_FAST, SMALL_FAST, lowest]
-    if (by_both or not promoted) and _tiles(WIDE_FAST, m, n) >= multiprocessors:
+    if ((by_both and not short) or not promoted) and _tiles(WIDE_FAST, m, n) >= multiprocessors:
         candidates.append(WIDE_FAST)
     costs = _COSTS | ({WIDE_FAST: _WIDE_PROMOTED_COST} if promoted else {})
 

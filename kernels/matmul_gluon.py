@@ -14,6 +14,7 @@ from fp8lab.kernels.descriptors import DescriptorKind
 from fp8lab.kernels.launch import cdiv, launch
 from fp8lab.kernels.matmul_gluon_device import matmul_kernel
 from fp8lab.kernels.matmul_gluon_plan import GluonPlan
+from fp8lab.kernels.matmul_gluon_scales import SideScales, by_block, by_stage
 from fp8lab.kernels.matmul_product import (
     ALIGNMENT,
     Product,
@@ -21,7 +22,7 @@ from fp8lab.kernels.matmul_product import (
     by_description,
     multiprocessors,
 )
-from fp8lab.kernels.matmul_scales import BLOCK
+from fp8lab.kernels.matmul_scales import BLOCK, MX_BLOCK
 from fp8lab.kernels.matmul_settings import SHARED_MEMORY, GluonSettings
 
 _CAPABILITY = (9, 0)
@@ -32,10 +33,14 @@ def applies(product: Product) -> bool:
     """Whether this kernel takes a product; the plain one takes every other."""
     return (
         _is_hopper(product.a.device)
-        and product.promote in (None, BLOCK)
-        and not (product.scales.a_e8m0 or product.scales.b_e8m0)
+        # What is not in slices is not decoded on its way into the ring.
+        and (product.scales.block_k == MX_BLOCK or not _has_e8m0(product))
         and product.sizes[1] * product.out.element_size() % ALIGNMENT == 0
     )
+
+
+def _has_e8m0(product: Product) -> bool:
+    return product.scales.a_e8m0 or product.scales.b_e8m0
 
 
 @lru_cache
@@ -58,6 +63,12 @@ class _Side(NamedTuple):
     stride: int
     stride_k: int
     own: bool
+
+    @property
+    def of_blocks(self) -> SideScales:
+        """The scales alone, where there are any."""
+        assert self.scales is not None
+        return SideScales(self.scales, self.stride, self.stride_k, self.codes.shape[0])
 
 
 def _sides(product: Product) -> tuple[_Side, _Side]:
@@ -84,23 +95,29 @@ def _sides(product: Product) -> tuple[_Side, _Side]:
 
 def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
     """The compile-time part of a launch, with as many stages as fit."""
-    scales, promoted = product.scales, product.promote is not None
+    scales, length = product.scales, product.promote
+    promoted = length is not None
     tile = settings.block_m, settings.block_n
     sides = _sides(product)
     if settings.swap:
         tile, sides = tile[::-1], sides[::-1]
+    depth = settings.block_k if length is None else BLOCK
+    length = depth if length is None else length
+    slices = depth // length
     blocks = scales.kind == "blocks"
     plan = GluonPlan(
         rows=tile[0],
         columns=tile[1],
-        depth=BLOCK if promoted else settings.block_k,
+        depth=depth,
         stages=1,
         group=settings.group,
-        drain=settings.drain if promoted else 0,
+        length=length,
+        drain=max(1, settings.drain // slices) if promoted else 0,
         swap=settings.swap,
         scaling=scales.kind,
-        by_row=blocks and sides[0].own,
-        by_column=blocks and sides[1].own,
+        # Where there are slices each row has its own, so that there are some beyond K, too.
+        by_row=blocks and (sides[0].own or slices > 1),
+        by_column=blocks and (sides[1].own or slices > 1),
         squares=BLOCK in (scales.rows_per_entry, scales.columns_per_entry),
         start=product.start is not None,
         bias=product.bias_kind,
@@ -126,6 +143,7 @@ def launch_fast(product: Product, settings: GluonSettings) -> None:
     left, right = _sides(product)
     if plan.swap:
         left, right = right, left
+    left_table, right_table = _tables(plan, left, right, k)
     tiles = cdiv(left.codes.shape[0], plan.rows)
     tiles *= cdiv(right.codes.shape[0], plan.columns)
     launch(
@@ -135,10 +153,10 @@ def launch_fast(product: Product, settings: GluonSettings) -> None:
         _descriptor(right.codes, plan.columns, plan.depth),
         _descriptor(out, *plan.piece),
         # What is not there is never read, but must be something: a pointer costs the host nothing.
-        _scale_descriptor(left, plan.box) if plan.by_row else out,
-        _scale_descriptor(right, plan.scale_columns) if plan.by_column else out,
-        out if left.scales is None else left.scales,
-        out if right.scales is None else right.scales,
+        out if left_table is None else _scale_kind(plan.slices, plan.box)(left_table),
+        out if right_table is None else _scale_kind(plan.slices, plan.scale_columns)(right_table),
+        _pointer(left.scales, left_table, out),
+        _pointer(right.scales, right_table, out),
         out if product.bias is None else product.bias,
         out if product.start is None else product.start,
         m,
@@ -154,6 +172,29 @@ def launch_fast(product: Product, settings: GluonSettings) -> None:
     )
 
 
+def _pointer(
+    scales: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """What stands for scales that are read from global memory; nothing is where a table is."""
+    if table is not None:
+        # Always float32, for fewer compilations.
+        return table
+    return out if scales is None else scales
+
+
+def _tables(
+    plan: GluonPlan, left: _Side, right: _Side, k: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The scales that the copy engine brings, as (blocks of K, rows); None for others."""
+    blocks = cdiv(k, plan.length)
+    if plan.by_row and plan.slices > 1:
+        return by_stage(left.of_blocks, right.of_blocks, blocks, plan.slices)
+    return (
+        by_block(left.of_blocks, blocks) if plan.by_row else None,
+        by_block(right.of_blocks, blocks) if plan.by_column else None,
+    )
+
+
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     """For the copy engine, in the layout that wgmma reads."""
     return _kind(matrix.dtype, rows, columns)(matrix)
@@ -166,24 +207,7 @@ def _kind(dtype: torch.dtype, rows: int, columns: int) -> DescriptorKind:
     return DescriptorKind(TensorDescriptor, dtype, (rows, columns), layout)
 
 
-def _scale_descriptor(side: _Side, width: int) -> Any:
-    assert side.scales is not None
-    return _scale_kind(width)(_by_block(side.scales))
-
-
 @lru_cache
-def _scale_kind(width: int) -> DescriptorKind:
+def _scale_kind(height: int, width: int) -> DescriptorKind:
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return DescriptorKind(TensorDescriptor, torch.float32, (1, width), flat)
-
-
-def _by_block(scales: torch.Tensor) -> torch.Tensor:
-    """Scales (rows, blocks of K) as (blocks, rows), in rows that the copy engine can read."""
-    table = scales.t()
-    ready = table.stride(1) == 1 and table.stride(0) % 4 == 0 and table.data_ptr() % 16 == 0
-    if ready and table.shape[1] >= 4:
-        return table
-    blocks, rows = table.shape
-    copy = torch.zeros((max(blocks, 1), -(-rows // 4) * 4), device=scales.device)
-    copy[:blocks, :rows] = table
-    return copy
+    return DescriptorKind(TensorDescriptor, torch.float32, (height, width), flat)

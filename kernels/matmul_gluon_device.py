@@ -21,14 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8lab.kernels.matmul_gluon_out import elements, write
-from fp8lab.kernels.matmul_gluon_sums import (
-    GROUP_ROWS,
-    block_scales,
-    chained,
-    next_stage,
-    one_by_one,
-    promoted,
-)
+from fp8lab.kernels.matmul_gluon_promotion import GROUP_ROWS, block_scales
+from fp8lab.kernels.matmul_gluon_sums import chained, next_stage, one_by_one, promoted
 
 
 # Of the sizes only n decides how memory is reached; the others would only multiply compilations.
@@ -46,8 +40,8 @@ def matmul_kernel(
     left_desc,  # (m, k), or (n, k) with `swap`
     right_desc,  # (n, k), or (m, k)
     out_desc,  # (m, n)
-    left_scale_desc,  # (k/128, rows): for "blocks", by row; else anything
-    right_scale_desc,  # (k/128, columns): for "blocks", by column; else anything
+    left_scale_desc,  # (blocks of k, rows): for "blocks", by row; else anything
+    right_scale_desc,  # (blocks of k, columns): for "blocks", by column; else anything
     left_scale,  # for "vectors": one a row; for "blocks": one for each 128
     right_scale,
     bias,
@@ -80,12 +74,12 @@ def matmul_kernel(
     right_scales = right
     if PLAN.by_row:
         left_scales = gl.allocate_shared_memory(
-            gl.float32, [STAGES * BOXES, 1, BOX], left_scale_desc.layout
+            gl.float32, [STAGES * BOXES, PLAN.slices, BOX], left_scale_desc.layout
         )
     if PLAN.by_column:
         SCALES: gl.constexpr = PLAN.scale_columns
         right_scales = gl.allocate_shared_memory(
-            gl.float32, [STAGES, 1, SCALES], right_scale_desc.layout
+            gl.float32, [STAGES, PLAN.slices, SCALES], right_scale_desc.layout
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -196,13 +190,13 @@ def _copy(copied, rings, sizes, PLAN: gl.constexpr):
                 for box in gl.static_range(BOXES):
                     tma.async_copy_global_to_shared(
                         left_scale_desc,
-                        [step, row + box * BOX],
+                        [step * PLAN.slices, row + box * BOX],
                         ready,
                         left_scales.index(stage * BOXES + box),
                     )
             if PLAN.by_column:
                 tma.async_copy_global_to_shared(
-                    right_scale_desc, [step, column], ready, right_scales.index(stage)
+                    right_scale_desc, [step * PLAN.slices, column], ready, right_scales.index(stage)
                 )
             stage, phase = next_stage(stage, phase, STAGES)
 

@@ -16,12 +16,13 @@ class GluonPlan:
         depth: k of a stage: 128, or also 256 where nothing is promoted.
         stages: Stages of the ring.
         group: Tiles that are visited down a column before the next column.
+        length: k of a partial sum: 32, 64 or 128; that of a stage where nothing is promoted.
         drain: Stages between points where no wgmma is in flight, a power of two; 0 where nothing
             is promoted.
         swap: Whether the left operand is b, and the tile is of the result's transpose.
         scaling: As in `ProductPlan`.
         by_row, by_column: For "blocks", whether each row, each column of a tile has its own scale
-            of 128 of k; otherwise it is one for the tile.
+            of each partial sum; otherwise it is one for the tile, of 128 of k.
         squares: For "blocks", whether 128 rows of a, or 128 columns of b, share a scale: then the
             two scales are multiplied first, else the partial sum by a's.
         start, bias, bfloat16: As in `ProductPlan`.
@@ -32,6 +33,7 @@ class GluonPlan:
     depth: int
     stages: int
     group: int
+    length: int
     drain: int
     swap: bool
     scaling: Literal["none", "tensor", "vectors", "blocks"]
@@ -51,6 +53,11 @@ class GluonPlan:
     def boxes(self) -> int:
         """Such boxes in a stage."""
         return self.rows // self.box
+
+    @property
+    def slices(self) -> int:
+        """Partial sums of a stage, one after the other along K."""
+        return self.depth // self.length
 
     @property
     def part(self) -> int:
@@ -90,4 +97,4 @@ class GluonPlan:
     def bytes_of_a_stage(self) -> int:
         """What the copy engine brings at a time."""
         scales = self.rows * self.by_row + self.scale_columns * self.by_column
-        return (self.rows + self.columns) * self.depth + 4 * scales
+        return (self.rows + self.columns) * self.depth + 4 * self.slices * scales

@@ -1,11 +1,16 @@
 """How a warpgroup of the fast matrix product sums up its part of a tile, in Gluon, for sm_90.
 
 Native products are one chain of wgmma, and the next is started before the last has ended. A
-promoted one takes 128 of k into a fresh accumulator, a partial sum, which is then added to the
-total, with scales of blocks in a fused multiply-add. There are two partials, so that one is in
-flight while the other is promoted; with three warpgroups only one fits, and then the tensor core
-has the others' wgmma. A wide total has parts, side by side, each as wide as a partial: the rows of
-the left operand are kept in registers for all of them, so that shared memory is read once.
+promoted one takes 128 of k, or a slice of 32 or 64 of a stage, into a fresh accumulator, a partial
+sum, which is then added to the total, with scales of blocks in a fused multiply-add. There are two
+partials, so that one is in flight while the other is promoted; with three warpgroups only one fits,
+and then the tensor core has the others' wgmma. A wide total has parts, side by side, each as wide
+as a partial: the rows of the left operand are kept in registers for all of them, so that shared
+memory is read once.
+
+The last stage may have slices that lie beyond K. Operands are zeros there, and so is the partial:
+without scales, +0 is added to a total that no partial has left at -0; scales of such slices make it
+-0 (`fp8lab.kernels.matmul_gluon_scales`), which changes no total.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-GROUP_ROWS = gl.constexpr(64)  # of one warpgroup
+from fp8lab.kernels.matmul_gluon_promotion import GROUP_ROWS as GROUP_ROWS
+from fp8lab.kernels.matmul_gluon_promotion import added, column_scales, step_scales
 
 
 @gluon.jit
@@ -40,8 +46,8 @@ def chained(GROUP: gl.constexpr, total, ring, rings, steps, PLAN: gl.constexpr):
     total = total[0]
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        left = _rows(GROUP, rings, stage, PLAN)
-        total = warpgroup_mma(left, _columns(rings, stage, 0, PLAN), total, is_async=True)
+        left = _rows(GROUP, rings, stage, 0, PLAN)
+        total = warpgroup_mma(left, _columns(rings, stage, 0, 0, PLAN), total, is_async=True)
         # The one before has ended, so its stage is free.
         total = warpgroup_mma_wait(1, deps=(total,))
         mbarrier.arrive(empty.index(release), count=1, pred=step > 0)
@@ -50,23 +56,6 @@ def chained(GROUP: gl.constexpr, total, ring, rings, steps, PLAN: gl.constexpr):
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index(release), count=1, pred=steps > 0)
     return (total,), (stage, phase, stage)
-
-
-@gluon.jit
-def block_scales(row, column, m, n, extras, PLAN: gl.constexpr):
-    """Where the scales along K lie: of the block of a warpgroup's rows, from `row`, and of each of
-    the tile's blocks of columns; with the strides along K. What is not there is never read.
-    """
-    BLOCKS: gl.constexpr = (PLAN.columns + 127) // 128
-    left, left_stride, left_stride_k, right, right_stride, right_stride_k = extras[:6]
-    # What lies past the edge is not kept: any scale will do.
-    last_row = (n if PLAN.swap else m) - 1
-    last = (m if PLAN.swap else n) - 1
-    pointers = ()
-    for index in gl.static_range(BLOCKS):
-        pointers += (right + gl.minimum(column + index * 128, last) // 128 * right_stride,)  # type: ignore[assignment]
-    left += gl.minimum(row, last_row) // 128 * left_stride
-    return left, left_stride_k, pointers, right_stride_k
 
 
 @gluon.jit
@@ -91,32 +80,39 @@ def promoted(GROUP: gl.constexpr, total, ring, rings, scales, steps, PLAN: gl.co
 
 @gluon.jit
 def one_by_one(GROUP: gl.constexpr, total, ring, rings, scales, steps, PLAN: gl.constexpr):
-    """As `promoted`, with one partial sum, a stage at a time.
+    """As `promoted`, with one partial sum at a time.
 
     The tensor core has others' wgmma while this warpgroup has none in flight, if that time is
     short: so the stage before is released, and the next one awaited, while there is one.
     """
     STAGES: gl.constexpr = PLAN.stages
     PART: gl.constexpr = PLAN.part
+    SLICES: gl.constexpr = PLAN.slices
     total = total[0]
     L: gl.constexpr = total.type.layout
     full, empty = rings[4], rings[5]
     stage, phase, release = ring
     mbarrier.wait(full.index(stage), phase, pred=steps > 0)
     for step in range(steps):
-        left = _rows(GROUP, rings, stage, PLAN)
-        right = _columns(rings, stage, 0, PLAN)
-        unused = gl.zeros((GROUP_ROWS, PART), gl.float32, layout=L)
-        flying = warpgroup_mma(left, right, unused, use_acc=False, is_async=True)
-        by_row, by_column = _scales(GROUP, (step, step), rings, scales, step, stage, 0, L, PLAN)
-        mbarrier.arrive(empty.index(release), count=1, pred=step > 0)
-        release = stage
-        stage, phase = next_stage(stage, phase, STAGES)
-        mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-        partial = warpgroup_mma_wait(0, deps=(flying,))
-        if PLAN.by_column:
-            by_column = _column_scales(rings, release, 0, L, PLAN)
-        total = _add(total, partial, by_row, by_column, PLAN)
+        # As in `_several`.
+        partial = gl.zeros((GROUP_ROWS, PART), gl.float32, layout=L)
+        for index in gl.static_range(SLICES):
+            left = _rows(GROUP, rings, stage, index, PLAN)
+            right = _columns(rings, stage, 0, index, PLAN)
+            flying = warpgroup_mma(left, right, partial, use_acc=False, is_async=True)
+            by_row, by_column = step_scales(
+                GROUP, (step, step), rings, scales, step, stage, 0, index, L, PLAN
+            )
+            if index == 0:
+                mbarrier.arrive(empty.index(release), count=1, pred=step > 0)
+                release = stage
+            if index + 1 == SLICES:
+                stage, phase = next_stage(stage, phase, STAGES)
+                mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
+            partial = warpgroup_mma_wait(0, deps=(flying,))
+            if PLAN.by_column:
+                by_column = column_scales(rings, release, 0, index, L, PLAN)
+            total = added(total, partial, by_row, by_column, PLAN)
     mbarrier.arrive(empty.index(release), count=1, pred=steps > 0)
     return (total,), (stage, phase, stage)
 
@@ -136,7 +132,8 @@ def _several(
     STAGES: gl.constexpr = PLAN.stages
     PART: gl.constexpr = PLAN.part
     PARTS: gl.constexpr = PLAN.parts
-    COUNT: gl.constexpr = SIZE * PLAN.parts
+    SLICES: gl.constexpr = PLAN.slices
+    COUNT: gl.constexpr = SIZE * PLAN.slices * PLAN.parts
     L: gl.constexpr = total[0].type.layout
     empty = rings[5]
     stage, phase, release = ring
@@ -147,8 +144,17 @@ def _several(
     sums = ()
     shared = (step, step)
     for index in gl.static_range(COUNT):
-        shared = _scales(
-            GROUP, shared, rings, scales, step + index // PARTS, release, index % PARTS, L, PLAN
+        shared = step_scales(
+            GROUP,
+            shared,
+            rings,
+            scales,
+            step + index // (PARTS * SLICES),
+            release,
+            index % PARTS,
+            index // PARTS % SLICES,
+            L,
+            PLAN,
         )
         by_row, by_column = shared
         if index + 1 < COUNT:
@@ -161,29 +167,38 @@ def _several(
             partial = warpgroup_mma_wait(0, deps=(flying,))
         if PLAN.by_column:
             # Only now: these are many registers.
-            by_column = _column_scales(rings, release, index % PARTS, L, PLAN)
-        sums += (_add(total[index % PARTS], partial, by_row, by_column, PLAN),)  # type: ignore[assignment]
+            by_column = column_scales(
+                rings, release, index % PARTS, index // PARTS % SLICES, L, PLAN
+            )
+        sums += (added(total[index % PARTS], partial, by_row, by_column, PLAN),)  # type: ignore[assignment]
         if index % PARTS + 1 == PARTS:
             total = sums
             sums = ()
-            mbarrier.arrive(empty.index(release), count=1)
-            release = gl.where(release + 1 == STAGES, 0, release + 1)
+            if index // PARTS % SLICES + 1 == SLICES:
+                mbarrier.arrive(empty.index(release), count=1)
+                release = gl.where(release + 1 == STAGES, 0, release + 1)
     return total, (stage, phase, release)
 
 
 @gluon.jit
-def _rows(GROUP: gl.constexpr, rings, stage, PLAN: gl.constexpr):
-    """This warpgroup's rows of the left operand."""
+def _rows(GROUP: gl.constexpr, rings, stage, ALONG: gl.constexpr, PLAN: gl.constexpr):
+    """This warpgroup's rows of the left operand, in a slice along K."""
     FIRST: gl.constexpr = GROUP * GROUP_ROWS
     box = rings[0].index(stage * PLAN.boxes + FIRST // PLAN.box)
-    return box.slice(FIRST % PLAN.box, GROUP_ROWS, 0)
+    rows = box.slice(FIRST % PLAN.box, GROUP_ROWS, 0)
+    if PLAN.slices > 1:
+        rows = rows.slice(ALONG * PLAN.length, PLAN.length, 1)
+    return rows
 
 
 @gluon.jit
-def _columns(rings, stage, PLACE: gl.constexpr, PLAN: gl.constexpr):
-    """A part of the right operand, transposed."""
+def _columns(rings, stage, PLACE: gl.constexpr, ALONG: gl.constexpr, PLAN: gl.constexpr):
+    """A part of the right operand in a slice along K, transposed."""
     PART: gl.constexpr = PLAN.part
-    return rings[1].index(stage).slice(PLACE * PART, PART, 0).permute((1, 0))
+    columns = rings[1].index(stage).slice(PLACE * PART, PART, 0)
+    if PLAN.slices > 1:
+        columns = columns.slice(ALONG * PLAN.length, PLAN.length, 1)
+    return columns.permute((1, 0))
 
 
 @gluon.jit
@@ -199,107 +214,22 @@ def _issue(
     PLAN: gl.constexpr,
 ):
     """Start the wgmma of a group's INDEX-th part from zero; the first of a stage waits for it, and
-    the rows that it finds are kept for the rest.
+    the rows that the first of a slice finds are kept for the rest.
     """
     STAGES: gl.constexpr = PLAN.stages
     REGISTERS: gl.constexpr = gl.DotOperandLayout(0, L, 4)
     PARTS: gl.constexpr = PLAN.parts
     PLACE: gl.constexpr = INDEX % PARTS
+    SLICES: gl.constexpr = PLAN.slices
+    ALONG: gl.constexpr = INDEX // PARTS % SLICES
     if PLACE == 0:
-        mbarrier.wait(rings[4].index(stage), phase)
-        left = _rows(GROUP, rings, stage, PLAN)
+        if ALONG == 0:
+            mbarrier.wait(rings[4].index(stage), phase)
+        left = _rows(GROUP, rings, stage, ALONG, PLAN)
         if PARTS > 1:
             left = left.load(REGISTERS)
-    right = _columns(rings, stage, PLACE, PLAN)
+    right = _columns(rings, stage, PLACE, ALONG, PLAN)
     flying = warpgroup_mma(left, right, unused, use_acc=False, is_async=True)
-    if PLACE + 1 == PARTS:
+    if PLACE + 1 == PARTS and ALONG + 1 == SLICES:
         stage, phase = next_stage(stage, phase, STAGES)
     return flying, left, stage, phase
-
-
-@gluon.jit
-def _scales(
-    GROUP: gl.constexpr,
-    before,
-    rings,
-    scales,
-    step,
-    stage,
-    PLACE: gl.constexpr,
-    L: gl.constexpr,
-    PLAN: gl.constexpr,
-):
-    """The scales of rows, and what columns of a part share; vectors have come with the stage.
-
-    `before` are those of the part before, which may be the same. What is not there is a number that
-    is not read.
-    """
-    PART: gl.constexpr = PLAN.part
-    left, left_stride, right, right_stride = scales
-    by_row, by_column = before
-    if PLAN.by_row and PLACE == 0:
-        FIRST: gl.constexpr = GROUP * GROUP_ROWS
-        rows = rings[2].index(stage * PLAN.boxes + FIRST // PLAN.box).reshape((PLAN.box,))
-        by_row = rows.slice(FIRST % PLAN.box, GROUP_ROWS, 0).load(gl.SliceLayout(1, L))
-    elif PLAN.scaling == "blocks" and PLACE == 0:
-        by_row = gl.load(left + step * left_stride)
-    if PLAN.scaling == "blocks" and not PLAN.by_column and PLACE * PART % 128 == 0:
-        by_column = gl.load(right[PLACE * PART // 128] + step * right_stride)
-    return by_row, by_column
-
-
-@gluon.jit
-def _column_scales(rings, stage, PLACE: gl.constexpr, L: gl.constexpr, PLAN: gl.constexpr):
-    """The scales of each column of a part, which have come with the stage."""
-    columns = rings[3].index(stage).reshape((rings[3].shape[2],))
-    return columns.slice(PLACE * PLAN.part, PLAN.part, 0).load(gl.SliceLayout(0, L))
-
-
-@gluon.jit
-def _add(total, partial, by_row, by_column, PLAN: gl.constexpr):
-    """One promotion, rounded once.
-
-    Volatile assembly keeps the compiler from sinking the additions below the next wgmma, which
-    would keep one more partial alive and spill.
-    """
-    if PLAN.scaling != "blocks":
-        return gl.inline_asm_elementwise(
-            "add.rn.f32 $0, $1, $2;",
-            "=f,f,f",
-            [total, partial],
-            gl.float32,
-            is_pure=False,
-            pack=1,
-        )
-    elif PLAN.squares:
-        return gl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            [partial, _factor(by_row, by_column, PLAN), total],
-            gl.float32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        left = gl.expand_dims(by_row, 1) if PLAN.by_row else by_row
-        right = gl.expand_dims(by_column, 0) if PLAN.by_column else by_column
-        # First the scales of a, on whichever side it is.
-        return gl.inline_asm_elementwise(
-            "{ .reg .f32 scaled; mul.rn.f32 scaled, $1, $2; fma.rn.f32 $0, scaled, $3, $4; }",
-            "=f,f,f,f,f",
-            [partial, right, left, total] if PLAN.swap else [partial, left, right, total],
-            gl.float32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
-def _factor(by_row, by_column, PLAN: gl.constexpr):
-    """The product of both scales, rounded; one of them at most is a vector."""
-    if PLAN.by_row:
-        return gl.expand_dims(by_row * by_column, 1)
-    elif PLAN.by_column:
-        return gl.expand_dims(by_row * by_column, 0)
-    else:
-        return by_row * by_column

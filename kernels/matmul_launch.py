@@ -24,6 +24,7 @@ from fp8lab.kernels.matmul_product import (
     by_description,
     multiprocessors,
 )
+from fp8lab.kernels.matmul_scales import BLOCK
 from fp8lab.kernels.matmul_settings import (
     FAST_NATIVE_CANDIDATES,
     FAST_PROMOTED_CANDIDATES,
@@ -104,6 +105,7 @@ def _chosen(product: Product, fast: bool) -> Settings:
             blocks=scales.kind == "blocks",
             by_both=scales.by_both,
             multiprocessors=count,
+            short=product.promote is not None and product.promote < BLOCK,
         )
     wide = _wide(product)
     return _plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=count)

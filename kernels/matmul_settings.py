@@ -67,8 +67,9 @@ class GluonSettings:
         most_stages: Stages are as many as fit, but no more: 2 to 16, as one is awaited before the
             one before is released.
         swap: Whether wgmma's rows are the tile's columns, as in `MatmulSettings`.
-        drain: Where partial sums are promoted: stages between points where a warpgroup has no wgmma
-            in flight. With 192 of wgmma's rows, or 256 columns, every stage ends with such a point.
+        drain: Where partial sums are promoted: how many there are between points where a warpgroup
+            has no wgmma in flight, in whole stages. With 192 of wgmma's rows, or 256 columns, every
+            stage ends with such a point.
     """
 
     block_m: int = 128

@@ -120,6 +120,25 @@ def variants() -> list[Variant]:
         Variant(scaling="128x128 by 1x128"),
         Variant(scaling="mx", narrow=True),
         Variant(scaling="mx", bias="vector"),
+        Variant(scaling="mx", bias="matrix", dtypes=("float8_e5m2", "float8_e4m3fn")),
+        Variant(scaling="mx", start=True),
+        Variant(scaling="mx", narrow=True, launch=PROMOTED_CANDIDATES[0]),
+        Variant(scaling="extreme mx"),
+        Variant(scaling="extreme mx", start=True, launch=FAST_PROMOTED_CANDIDATES[-1]),
+        Variant(scaling="1x32 by 1x32", narrow=True),
+        Variant(scaling="1x32 by one column"),
+        Variant(scaling="1x128 by one column"),
+        Variant(promote=32, start=True),
+        Variant(promote=64, scaling="vectors", bias="vector", narrow=True),
+    ]
+    found += [
+        Variant(launch=candidate, scaling="mx", narrow=True)
+        for candidate in FAST_PROMOTED_CANDIDATES
+    ]
+    found += [
+        Variant(launch=candidate, promote=promote, narrow=True)
+        for candidate in FAST_PROMOTED_CANDIDATES
+        for promote in (32, 64)
     ]
     # What comes around the sum, with rows and columns swapped.
     found += [
@@ -146,12 +165,22 @@ def scales_of(kind: str | None, seed: int, m: int, k: int, n: int) -> dict[str, 
         "1x128 by 1x128": ((m, blocks), (blocks, n)),
         "128x128 by 1x128": ((-(-m // 128), blocks), (blocks, n)),
         "mx": ((m, mx_blocks), (mx_blocks, n)),
+        "extreme mx": ((m, mx_blocks), (mx_blocks, n)),
+        "1x32 by 1x32": ((m, mx_blocks), (mx_blocks, n)),
+        "1x32 by one column": ((m, mx_blocks), (1, n)),
+        "1x128 by one column": ((m, blocks), (1, n)),
     }
     if kind is None:
         return {}
     values: list[Array] = [np.exp2(rng.uniform(-6, 6, s)).astype(np.float32) for s in shapes[kind]]
-    if kind == "mx":
+    if kind in ("mx", "extreme mx"):
         codes = [rng.integers(110, 140, s).astype(np.uint8) for s in shapes[kind]]
+        if kind == "extreme mx":
+            # Subnormals before and after the scales, overflow, and a NaN here and there.
+            ends = [0, 1, 2, 20, 120, 127, 134, 235, 253, 254]
+            codes = [rng.choice(ends, s).astype(np.uint8) for s in shapes[kind]]
+            for code in codes:
+                code[rng.random(code.shape) < 0.002] = 255
         values = [code.view(ml_dtypes.float8_e8m0fnu) for code in codes]
     return {"inverse_scale_a": values[0], "inverse_scale_b": values[1]}
 
@@ -343,9 +372,11 @@ def test_the_fast_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -
         Variant(promote=128),
         Variant(scaling="1x128 by 128x128", narrow=True),
         Variant(scaling="1x128 by 1x128"),
+        Variant(scaling="mx"),
+        Variant(promote=32),
     ):
         check(variant, make_case(variant, (256, 256, 512), 3))
-    assert len(seen) == 4
+    assert len(seen) == 6
 
 
 @pytest.mark.parametrize("pair", list(product(DTYPES, DTYPES)), ids=str)

@@ -13,7 +13,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+
+from fp8lab.emulation.casting import dequantize
+from fp8lab.formats import E8M0
+from fp8lab.kernels.matmul_choice import fast_settings
+from fp8lab.kernels.matmul_gluon_scales import SideScales, by_block, by_stage
+from fp8lab.kernels.matmul_settings import SQUARE_FAST, WIDE_FAST
+from fp8lab.testing import assert_bits_equal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,8 +50,8 @@ CHILD = """
         "left_desc": operand(plan.box),
         "right_desc": operand(plan.columns),
         "out_desc": f"tensordesc<bf16{plan.piece},{layout(plan.piece, gl.bfloat16)!r}>",
-        "left_scale_desc": f"tensordesc<fp32[1, {plan.box}],{flat!r}>",
-        "right_scale_desc": f"tensordesc<fp32[1, {plan.scale_columns}],{flat!r}>",
+        "left_scale_desc": f"tensordesc<fp32[{plan.slices}, {plan.box}],{flat!r}>",
+        "right_scale_desc": f"tensordesc<fp32[{plan.slices}, {plan.scale_columns}],{flat!r}>",
         "PLAN": "constexpr",
     }
     compiled = triton.compile(
@@ -68,6 +77,7 @@ PLAN = {
     "depth": 128,
     "stages": 5,
     "group": 8,
+    "length": 128,
     "drain": 8,
     "swap": False,
     "scaling": "none",
@@ -82,6 +92,7 @@ BLOCKS = {"scaling": "blocks", "by_row": True, "squares": True}
 BOTH = {"scaling": "blocks", "by_row": True, "by_column": True}
 WIDE = {"columns": 256, "stages": 4, "drain": 1}
 TALL = {"rows": 192, "stages": 5, "drain": 1}
+MX = BOTH | {"length": 32, "drain": 2}
 
 
 def compiled(**options: Any) -> dict[str, Any]:
@@ -129,6 +140,7 @@ def compiled(**options: Any) -> dict[str, Any]:
                 "rows": 64,
                 "columns": 16,
                 "depth": 256,
+                "length": 256,
                 "stages": 8,
                 "drain": 0,
                 "swap": True,
@@ -136,6 +148,20 @@ def compiled(**options: Any) -> dict[str, Any]:
             "m64n16k32",
             8,
         ),
+        # Two warpgroups; 2 + 1 stages, each of four steps, of which each or each pair is promoted.
+        (MX, "m64n128k32", 2 * 3 * 4),
+        (MX | {"swap": True}, "m64n128k32", 2 * 3 * 4),
+        (MX | {"bias": "matrix"}, "m64n128k32", 2 * 3 * 4),
+        ({"length": 32, "drain": 2, "scaling": "tensor"}, "m64n128k32", 2 * 3 * 4),
+        ({"length": 64, "drain": 2, "scaling": "vectors"}, "m64n128k32", 2 * 3 * 4),
+        # One warpgroup, likewise.
+        (MX | {"rows": 64, "stages": 7}, "m64n128k32", 3 * 4),
+        (MX | {"rows": 64, "columns": 64, "stages": 8}, "m64n64k32", 3 * 4),
+        (MX | {"rows": 64, "columns": 16, "stages": 10, "swap": True}, "m64n16k32", 3 * 4),
+        # Two warpgroups, a loop over stages of four parts of four steps.
+        (WIDE | {"length": 32}, "m64n64k32", 2 * 4 * 4),
+        # Three warpgroups, a loop over stages of four steps.
+        (TALL | {"length": 32}, "m64n128k32", 3 * 4),
     ],
     ids=[
         "1x128 by 128x128",
@@ -151,6 +177,16 @@ def compiled(**options: Any) -> dict[str, Any]:
         "tall, 1x128 by 1x128",
         "native",
         "few rows",
+        "MX",
+        "MX, swapped",
+        "MX, with a matrix added",
+        "32 of k",
+        "64 of k",
+        "MX, low",
+        "MX, low and narrow",
+        "MX, few rows",
+        "wide, 32 of k",
+        "tall, 32 of k",
     ],
 )
 def test_the_fast_kernel_compiles_without_spills_or_serialised_products(
@@ -167,3 +203,68 @@ def test_the_fast_kernel_compiles_without_spills_or_serialised_products(
     # Nothing is read before the kernel before has ended.
     wait, copy = found["ptx"].index("griddepcontrol.wait"), found["ptx"].index("cp.async.bulk")
     assert wait < copy
+
+
+@pytest.mark.parametrize("shared", ["", "rows", "all"])
+@pytest.mark.parametrize("kinds", ["ee", "ef", "fe", "ff"])
+@pytest.mark.parametrize(("m", "n", "blocks"), [(1, 1030, 1), (5, 3, 4), (2050, 16, 7)])
+def test_scales_in_whole_stages(
+    device: str, kinds: str, shared: str, m: int, n: int, blocks: int
+) -> None:
+    """Every E8M0 code, float32 of any bits; beyond K, scales that leave a total as it is."""
+    rng = np.random.default_rng(m + blocks)
+    sides, expected = [], []
+    for rows, kind in zip((m, n), kinds, strict=True):
+        shape = {"": (rows, blocks), "rows": (rows, 1), "all": (1, 1)}[shared]
+        if kind == "e":
+            codes = np.resize(np.arange(256, dtype=np.uint8), shape)
+            given = torch.from_numpy(codes).to(device)
+            values = dequantize(codes.view(E8M0.dtype)).astype(np.float32)
+            values.view(np.uint32)[codes == E8M0.nan_code] = 0x7FFFFFFF
+        else:
+            values = rng.integers(0, 1 << 32, shape, dtype=np.uint32).view(np.float32)
+            given = torch.from_numpy(values).to(device)
+        stride = 0 if shared == "all" else given.stride(0)
+        stride_k = 0 if shared else given.stride(1)
+        sides.append(SideScales(given, stride, stride_k, rows))
+        expected.append(np.broadcast_to(values, (rows, blocks)))
+    tables = by_stage(sides[0], sides[1], blocks, 4)
+    height = -(-blocks // 4) * 4
+    for table, values, beyond in zip(tables, expected, (-0.0, 0.0), strict=True):
+        assert table.shape[0] == height
+        assert table.stride(0) % 4 == 0
+        wanted = np.full((height, values.shape[0]), beyond, np.float32)
+        wanted[:blocks] = values.T
+        found = table[:, : values.shape[0]].contiguous()
+        assert_bits_equal(found.view(torch.int32), np.ascontiguousarray(wanted).view(np.int32))
+
+
+def test_scales_that_are_in_whole_stages_are_taken_as_they_lie(device: str) -> None:
+    given = torch.rand(8, 64, device=device).t()
+    ready = SideScales(given, given.stride(0), given.stride(1), 64)
+    short = torch.rand(6, 64, device=device).t()
+    left, right = by_stage(ready, ready, 8, 4)
+    assert left.data_ptr() == right.data_ptr() == given.data_ptr()
+    left, _ = by_stage(SideScales(short, short.stride(0), short.stride(1), 64), ready, 6, 4)
+    assert left.data_ptr() != short.data_ptr()
+
+
+def test_one_scale_a_row_is_one_for_each_block(device: str) -> None:
+    given = torch.rand(8, 1, device=device)
+    table = by_block(SideScales(given, 1, 0, 8), 3)
+    assert torch.equal(table, given.t().expand(3, 8))
+
+
+def test_the_widest_tile_is_not_chosen_for_mx() -> None:
+    """With scales of 32 of k it spills."""
+    for short, expected in ((False, WIDE_FAST), (True, SQUARE_FAST)):
+        chosen = fast_settings(
+            8192,
+            8192,
+            promoted=True,
+            blocks=True,
+            by_both=True,
+            multiprocessors=132,
+            short=short,
+        )
+        assert chosen == expected
