@@ -11,14 +11,18 @@ far two runs drift apart by chaos alone.
 
 Rows go beside the figure, each as its run ends; given again, the command does what is missing.
 --out names either file. The state that is resumed from is a checkpoint in --work; where that is
-gone the common part is trained again, to the same bits. Several GPUs share the processes. --redraw
-draws the rows that are there. `docs/checkpoints.md` tells what was found.
+gone the common part is trained again, to the same bits. One command at a time works there: a second
+one is refused. Several GPUs share the processes. --redraw draws the rows that are there.
+`docs/checkpoints.md` tells what was found.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +53,35 @@ from fp8lab.training import check_device
 
 def _in_process(case: Case, setting: Setting) -> Row | None:
     return row_of(case, setting, load_corpus(setting.text))
+
+
+@contextmanager
+def locked(work: Path) -> Iterator[None]:
+    """Hold the folder of the common part's checkpoints for this process alone.
+
+    Its `.lock` names the process; the system lets go of it however the process ends.
+
+    Raises:
+        UserError: Another process holds it, or the folder cannot be made.
+    """
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        file = (work / ".lock").open("a+")  # the other process's number is not erased
+    except OSError as error:
+        raise UserError(f"cannot write in {work}: {error.strerror}; name another --work") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"process {file.read().strip() or 'unknown'} works in {work}; wait for it, or name"
+                " another --work"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 def tasks_of(cases: Sequence[Case], rows: Sequence[Row], setting: Setting) -> list[Case]:
@@ -178,7 +211,7 @@ def _sit(given: argparse.Namespace, path: Path) -> None:
     }
     work = given.work / ("large" if given.large else "small")
     setting = Setting(given.before, given.after, given.large, given.text, work, corpus.sha256)
-    with Sitting(path, head, check=check_rows) as sitting:
+    with locked(work), Sitting(path, head, check=check_rows) as sitting:
         cases = cases_of(names, given.seeds, variants)
         left = do_missing(sitting, cases, setting, jobs=given.jobs, seconds=given.seconds)
         order = ["continuous", *LOST]
