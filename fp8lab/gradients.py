@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +165,10 @@ class UpdateStep:
         self._takes_factor = "factor" in inspect.signature(type(optimizer).step).parameters
         self._takes_skip = self._takes_factor and getattr(optimizer, "capturable", False)
         if isinstance(optimizer, torch.optim.Optimizer):
-            _STEPS[optimizer] = ref(self)
+            # Weak: a step that is gone scales nothing. Copies and pickles of torch's optimizers
+            # leave it out.
+            owned: Any = optimizer
+            owned._update_step = ref(self)
 
     def backward(self, loss: Tensor) -> None:
         """Add the scaled gradients of a loss to those that are there."""
@@ -286,13 +289,12 @@ class UpdateStep:
                 yield grad
 
 
-# The last step that was made for each optimizer, as long as it lives.
-_STEPS: WeakKeyDictionary[torch.optim.Optimizer, ref[UpdateStep]] = WeakKeyDictionary()
-
-
 def scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
-    """The loss scaler of the last `UpdateStep` that was made for an optimizer, if there is one."""
-    found = _STEPS.get(optimizer)
+    """The loss scaler of the last `UpdateStep` that was made for an optimizer; None without one.
+
+    A step that no longer exists counts as none, and a copy of an optimizer has none.
+    """
+    found: ref[UpdateStep] | None = getattr(optimizer, "_update_step", None)
     step = None if found is None else found()
     return None if step is None else step.scaler
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 import fp8lab
 from fp8lab.emulation.gradients import gradient_norm as oracle_norm
 from fp8lab.errors import UserError
-from fp8lab.gradients import LossScaler, UpdateStep, accumulate_in_float32
+from fp8lab.gradients import LossScaler, UpdateStep, accumulate_in_float32, scaler_of
 from fp8lab.linear import Fp8Linear, amax_is_finite, operand_casts
 from fp8lab.optimizer import AdamW
 from fp8lab.testing import assert_bits_equal, to_numpy
@@ -182,6 +184,23 @@ def test_another_optimizer_is_unscaled_and_skipped_too() -> None:
     assert int(update().skip) == 1
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert_bits_equal(one, two)
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.SGD])
+def test_an_optimizer_knows_its_last_step_while_that_lives(kind: Any) -> None:
+    model = network()
+    optimizer, other = kind(model.parameters(), lr=0.1), kind(model.parameters(), lr=0.1)
+    assert scaler_of(optimizer) is None
+    first, last = (UpdateStep(model, optimizer, scaler=LossScaler(s)) for s in (2.0, 4.0))
+    assert scaler_of(optimizer) is last.scaler
+    assert scaler_of(other) is None
+    # A copy is nobody's yet, and brings neither step nor model along.
+    for own in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert scaler_of(own) is None
+    del last
+    gc.collect()
+    assert scaler_of(optimizer) is None
+    assert first.optimizer is optimizer
 
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16_remainder"])
