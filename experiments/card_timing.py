@@ -7,11 +7,12 @@ pauses between them.
 
 from __future__ import annotations
 
+import random
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ ROUNDS = 7
 BURST_MS = 0.5
 PAUSE_S = 0.004
 MOST_LAUNCHES = 200
+WARM_BURSTS = 8  # of the reference, before `against_reference` measures
 
 
 def codes(rows: int, columns: int) -> torch.Tensor:
@@ -159,3 +161,88 @@ def ratios(times: Mapping[str, list[float]], ours: str, theirs: str) -> dict[str
     """Their time over ours, round by round: the median, the smallest and the largest."""
     found = [t / o for o, t in zip(times[ours], times[theirs], strict=True)]
     return {"ratio": statistics.median(found), "lowest": min(found), "highest": max(found)}
+
+
+class Against(NamedTuple):
+    """What `against_reference` measured.
+
+    Attributes:
+        ratios: The reference's time over the candidate's, a value a round.
+        times: Milliseconds a launch of the candidate, a value a round.
+        reference: Those of the reference, a value a burst.
+    """
+
+    ratios: dict[str, list[float]]
+    times: dict[str, list[float]]
+    reference: list[float]
+
+
+def against_reference(
+    reference: Launch,
+    candidates: Mapping[str, Launch],
+    *,
+    sets: int,
+    rounds: int,
+    visit_ms: float,
+    seed: int | str,
+) -> Against:
+    """Hot times of candidates, each visit between two bursts of a reference.
+
+    Which kernel ran just before changes the clock, and so a time, by several percent: so the same
+    one runs before each candidate, for as long, and is what the candidate is compared with.
+
+    Args:
+        reference: What runs between visits.
+        candidates: Each by its name.
+        sets: Operand sets; a visit goes through each at least once.
+        rounds: How often each is visited.
+        visit_ms: How long a visit would be with the reference's speed, in milliseconds; a launch
+            for each set is the least.
+        seed: Of the order.
+    """
+    single = max(timed(captured(reference, 1)), 1e-3)
+    count = int(min(MOST_LAUNCHES, max(sets, visit_ms / single)))
+    replays = max(1, round(visit_ms / single / count))
+    graphs = {name: captured(launch, count) for name, launch in candidates.items()}
+    between = captured(reference, count)
+
+    def visit(graph: torch.cuda.CUDAGraph) -> float:
+        return statistics.median(timed(graph) for _ in range(replays)) / count
+
+    for _ in range(WARM_BURSTS):
+        visit(between)
+    order = schedule(list(candidates), rounds, seed)
+    times = [visit(between if name is None else graphs[name]) for name in order]
+    own: dict[str, list[float]] = {name: [] for name in candidates}
+    for name, spent in zip(order, times, strict=True):
+        if name is not None:
+            own[name].append(spent)
+    bursts = [spent for name, spent in zip(order, times, strict=True) if name is None]
+    return Against(ratios_to_reference(order, times), own, bursts)
+
+
+def schedule(names: Sequence[str], rounds: int, seed: int | str) -> list[str | None]:
+    """Who runs when: each name once a round, in an order of its own, with the reference around.
+
+    Returns:
+        Names at odd places, None for the reference at even ones.
+    """
+    shuffle = random.Random(seed)
+    found: list[str | None] = [None]
+    for _ in range(rounds):
+        for name in shuffle.sample(names, len(names)):
+            found += [name, None]
+    return found
+
+
+def ratios_to_reference(
+    order: Sequence[str | None], times: Sequence[float]
+) -> dict[str, list[float]]:
+    """The mean of the bursts before and after a visit, over its time: by name, a value a visit."""
+    found: dict[str, list[float]] = {}
+    for place in range(1, len(order), 2):
+        name = order[place]
+        assert name is not None
+        around = (times[place - 1] + times[place + 1]) / 2
+        found.setdefault(name, []).append(around / times[place])
+    return found
