@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -37,6 +38,13 @@ def applies(product: Product) -> bool:
         and (product.scales.block_k == MX_BLOCK or not _has_e8m0(product))
         and product.sizes[1] * product.out.element_size() % ALIGNMENT == 0
     )
+
+
+def takes(product: Product, settings: GluonSettings) -> bool:
+    """Whether a product that `applies` can be launched with these settings."""
+    matrices = (product.start is not None) + (product.bias_kind == "matrix")
+    blocks = product.scales.kind == "blocks"
+    return settings.takes(promote=product.promote, blocks=blocks, matrices=matrices)
 
 
 def _has_e8m0(product: Product) -> bool:
@@ -94,20 +102,28 @@ def _sides(product: Product) -> tuple[_Side, _Side]:
 
 
 def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
-    """The compile-time part of a launch, with as many stages as fit."""
+    """The compile-time part of a launch, with as many stages as fit.
+
+    Raises:
+        ValueError: Settings that do not `take` the product.
+    """
+    if not takes(product, settings):
+        raise ValueError(
+            f"settings are {settings}, but 256 of wgmma's rows leave too few registers for this"
+            " product; accepted: 64, 128, 192"
+        )
     scales, length = product.scales, product.promote
     promoted = length is not None
-    tile = settings.block_m, settings.block_n
     sides = _sides(product)
     if settings.swap:
-        tile, sides = tile[::-1], sides[::-1]
+        sides = sides[::-1]
     depth = settings.block_k if length is None else BLOCK
     length = depth if length is None else length
     slices = depth // length
     blocks = scales.kind == "blocks"
     plan = GluonPlan(
-        rows=tile[0],
-        columns=tile[1],
+        rows=settings.tile[0],
+        columns=settings.tile[1],
         depth=depth,
         stages=1,
         group=settings.group,
@@ -126,7 +142,7 @@ def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
     if promoted and (plan.partials == 1 or plan.parts > 1):
         # With one partial sum there is nothing to gain, and with several parts too little.
         plan = replace(plan, drain=1)
-    result = 2 * plan.rows * plan.out_columns * product.out.element_size()
+    result = 2 * plan.groups * math.prod(plan.piece) * product.out.element_size()
     # Barriers, and gaps between what is aligned, take less than 1 KiB.
     room = (SHARED_MEMORY - result - 1024) // plan.bytes_of_a_stage
     return replace(plan, stages=min(settings.most_stages, room))

@@ -1,7 +1,7 @@
 """The fast matrix product for sm_90, in Gluon: what runs on the device.
 
 A program per multiprocessor walks the tiles: one warp starts the copies into a ring of stages, and
-one to three warpgroups each own 64 rows of the tile and sum them up as
+one to three warpgroups each own 64 rows of the tile, or two own 128, and sum them up as
 `fp8lab.kernels.matmul_gluon_sums` says. None waits for another: one can be ahead by the stages of
 the ring, and then its end of a tile overlaps with the others' products.
 
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8lab.kernels.matmul_gluon_out import elements, write
-from fp8lab.kernels.matmul_gluon_promotion import GROUP_ROWS, block_scales
+from fp8lab.kernels.matmul_gluon_promotion import BAND_ROWS, block_scales
 from fp8lab.kernels.matmul_gluon_sums import chained, next_stage, one_by_one, promoted
 
 
@@ -60,7 +60,7 @@ def matmul_kernel(
     COLUMNS: gl.constexpr = PLAN.columns
     DEPTH: gl.constexpr = PLAN.depth
     OUT: gl.constexpr = gl.bfloat16 if PLAN.bfloat16 else gl.float32
-    GROUPS: gl.constexpr = PLAN.rows // 64
+    GROUPS: gl.constexpr = PLAN.groups
     BOX: gl.constexpr = PLAN.box
     BOXES: gl.constexpr = PLAN.boxes
     left = gl.allocate_shared_memory(
@@ -203,9 +203,10 @@ def _copy(copied, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _multiply(GROUP: gl.constexpr, out_desc, out_tiles, rings, sizes, extras, PLAN: gl.constexpr):
-    """A consumer: 64 rows of each tile."""
+    """A consumer: one or two bands of 64 rows of each tile."""
     PART: gl.constexpr = PLAN.part
     PARTS: gl.constexpr = PLAN.parts
+    BANDS: gl.constexpr = PLAN.bands
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 32]
     )
@@ -215,22 +216,29 @@ def _multiply(GROUP: gl.constexpr, out_desc, out_tiles, rings, sizes, extras, PL
     ring = (0, 0, 0)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = _place(tile, tiles_m, tiles_n, PLAN)
-        first = row + GROUP * GROUP_ROWS
+        first = row + GROUP * BANDS * BAND_ROWS
+        way_out = (out_desc, out_tiles, first, column, m, n, extras)
         total = ()
-        for index in gl.static_range(PARTS):
+        for index in gl.static_range(BANDS * PARTS):
             if PLAN.start:
-                place = column + index * PART
-                places, inside = elements(first, place, m, n, PART, L, PLAN)
+                band = first + index // PARTS * BAND_ROWS
+                place = column + index % PARTS * PART
+                places, inside = elements(band, place, m, n, PART, L, PLAN)
                 total += (gl.load(extras[7] + places, mask=inside, other=0.0),)  # type: ignore[assignment]
             else:
-                total += (gl.zeros((GROUP_ROWS, PART), gl.float32, layout=L),)  # type: ignore[assignment]
+                total += (gl.zeros((BAND_ROWS, PART), gl.float32, layout=L),)  # type: ignore[assignment]
         if PLAN.drain:
             scales = block_scales(first, column, m, n, extras, PLAN)
             if PLAN.partials == 1:
-                total, ring = one_by_one(GROUP, total, ring, rings, scales, steps, PLAN)
+                total, ring = one_by_one(GROUP, total, ring, rings, scales, steps, way_out, PLAN)
             else:
                 total, ring = promoted(GROUP, total, ring, rings, scales, steps, PLAN)
         else:
             total, ring = chained(GROUP, total, ring, rings, steps, PLAN)
-        write(GROUP, out_desc, out_tiles, total, first, column, m, n, extras, PLAN)
+        if PLAN.early:
+            if steps == 0:
+                write(GROUP, total[:1], 0, way_out, PLAN)
+            write(GROUP, total[1:], 1, way_out, PLAN)
+        else:
+            write(GROUP, total, 0, way_out, PLAN)
     tma.store_wait(0)

@@ -11,8 +11,9 @@ class GluonPlan:
     """What is known of a product when its kernel is compiled.
 
     Attributes:
-        rows: Of a tile, 64 for each warpgroup: 64, 128 or 192.
-        columns: Of a tile, a power of two, 16 to 256, or to 128 beside 192 rows.
+        rows: Of a tile: 64, 128, 192, or 256, which are not for all products
+            (`GluonSettings.takes`).
+        columns: Of a tile, a power of two, 16 to 256, or to 128 beside 192 rows and more.
         depth: k of a stage: 128, or also 256 where nothing is promoted.
         stages: Stages of the ring.
         group: Tiles that are visited down a column before the next column.
@@ -22,7 +23,7 @@ class GluonPlan:
         swap: Whether the left operand is b, and the tile is of the result's transpose.
         scaling: As in `ProductPlan`.
         by_row, by_column: For "blocks", whether each row, each column of a tile has its own scale
-            of each partial sum; otherwise it is one for the tile, of 128 of k.
+            of each partial sum; otherwise it is one for 128 of them, and for 128 of k.
         squares: For "blocks", whether 128 rows of a, or 128 columns of b, share a scale: then the
             two scales are multiplied first, else the partial sum by a's.
         start, bias, bfloat16: As in `ProductPlan`.
@@ -43,6 +44,16 @@ class GluonPlan:
     start: bool
     bias: Literal["none", "vector", "matrix"]
     bfloat16: bool
+
+    @property
+    def bands(self) -> int:
+        """64 rows each, one below the other, that a warpgroup has of a tile."""
+        return 2 if self.rows > 192 else 1
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return self.rows // 64 // self.bands
 
     @property
     def box(self) -> int:
@@ -71,13 +82,25 @@ class GluonPlan:
 
     @property
     def partials(self) -> int:
-        """Partial sums that registers hold beside the total: three warpgroups have less room."""
+        """Partial sums that registers hold beside the total: three warpgroups have less room, and
+        so has one with two bands.
+        """
         return 2 if self.rows <= 128 else 1
+
+    @property
+    def early(self) -> bool:
+        """Whether the first band is written while the last wgmma of the second are in flight: where
+        what comes after the sum needs few registers.
+        """
+        return self.bands > 1 and self.scaling != "vectors" and self.bias == "none"
 
     @property
     def out_columns(self) -> int:
         """Columns of a piece of the result on its way out."""
-        # Few, where with more the ring would have a stage less.
+        # Few, where with more the ring would have a stage less, or registers would not do.
+        if self.bands > 1:
+            scales = self.by_row or self.by_column or self.scaling == "vectors"
+            return min((64 if self.bfloat16 else 32) // (2 if scales else 1), self.columns)
         if self.rows > 128:
             return 16 if self.by_row or self.by_column or not self.bfloat16 else 32
         few = self.drain and self.columns > 128 and (self.by_column or not self.bfloat16)

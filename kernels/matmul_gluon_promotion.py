@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-GROUP_ROWS = gl.constexpr(64)  # of one warpgroup
+BAND_ROWS = gl.constexpr(64)  # of one wgmma
 
 
 @gluon.jit
@@ -31,7 +31,7 @@ def block_scales(row, column, m, n, extras, PLAN: gl.constexpr):
 
 @gluon.jit
 def step_scales(
-    GROUP: gl.constexpr,
+    BAND: gl.constexpr,
     before,
     rings,
     scales,
@@ -48,17 +48,19 @@ def step_scales(
     is not read.
     """
     PART: gl.constexpr = PLAN.part
+    # What the bands of a warpgroup share is read with the first.
+    FIRST_BAND: gl.constexpr = BAND % PLAN.bands == 0
     left, left_stride, right, right_stride = scales
     by_row, by_column = before
     if PLAN.by_row and PLACE == 0:
-        FIRST: gl.constexpr = GROUP * GROUP_ROWS
+        FIRST: gl.constexpr = BAND * BAND_ROWS
         INSIDE: gl.constexpr = ALONG * PLAN.box + FIRST % PLAN.box
         box = rings[2].index(stage * PLAN.boxes + FIRST // PLAN.box)
         rows = box.reshape((PLAN.slices * PLAN.box,))
-        by_row = rows.slice(INSIDE, GROUP_ROWS, 0).load(gl.SliceLayout(1, L))
-    elif PLAN.scaling == "blocks" and PLACE == 0:
+        by_row = rows.slice(INSIDE, BAND_ROWS, 0).load(gl.SliceLayout(1, L))
+    elif PLAN.scaling == "blocks" and PLACE == 0 and FIRST_BAND:
         by_row = gl.load(left + step * left_stride)
-    if PLAN.scaling == "blocks" and not PLAN.by_column and PLACE * PART % 128 == 0:
+    if PLAN.scaling == "blocks" and not PLAN.by_column and PLACE * PART % 128 == 0 and FIRST_BAND:
         by_column = gl.load(right[PLACE * PART // 128] + step * right_stride)
     return by_row, by_column
 

@@ -3,10 +3,10 @@
 Native products are one chain of wgmma, and the next is started before the last has ended. A
 promoted one takes 128 of k, or a slice of 32 or 64 of a stage, into a fresh accumulator, a partial
 sum, which is then added to the total, with scales of blocks in a fused multiply-add. There are two
-partials, so that one is in flight while the other is promoted; with three warpgroups only one fits,
-and then the tensor core has the others' wgmma. A wide total has parts, side by side, each as wide
-as a partial: the rows of the left operand are kept in registers for all of them, so that shared
-memory is read once.
+partials, so that one is in flight while the other is promoted; with three warpgroups, or two of two
+bands, only one fits, and then the tensor core has the others' wgmma. A wide total has parts, side
+by side, each as wide as a partial: the rows of the left operand are kept in registers for all of
+them, so that shared memory is read once. A high total has bands, one below the other.
 
 The last stage may have slices that lie beyond K. Operands are zeros there, and so is the partial:
 without scales, +0 is added to a total that no partial has left at -0; scales of such slices make it
@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fp8lab.kernels.matmul_gluon_promotion import GROUP_ROWS as GROUP_ROWS
-from fp8lab.kernels.matmul_gluon_promotion import added, column_scales, step_scales
+from fp8lab.kernels.matmul_gluon_out import write
+from fp8lab.kernels.matmul_gluon_promotion import BAND_ROWS, added, column_scales, step_scales
 
 
 @gluon.jit
@@ -79,42 +79,51 @@ def promoted(GROUP: gl.constexpr, total, ring, rings, scales, steps, PLAN: gl.co
 
 
 @gluon.jit
-def one_by_one(GROUP: gl.constexpr, total, ring, rings, scales, steps, PLAN: gl.constexpr):
-    """As `promoted`, with one partial sum at a time.
+def one_by_one(GROUP: gl.constexpr, total, ring, rings, scales, steps, way_out, PLAN: gl.constexpr):
+    """As `promoted`, with one partial sum at a time, of one band.
 
     The tensor core has others' wgmma while this warpgroup has none in flight, if that time is
-    short: so the stage before is released, and the next one awaited, while there is one.
+    short: so the stage before is released, and the next one awaited, while there is one. The end of
+    the tile is longer: if `early`, a band that is complete is written before the last one is.
     """
     STAGES: gl.constexpr = PLAN.stages
     PART: gl.constexpr = PLAN.part
+    BANDS: gl.constexpr = PLAN.bands
     SLICES: gl.constexpr = PLAN.slices
-    total = total[0]
-    L: gl.constexpr = total.type.layout
+    L: gl.constexpr = total[0].type.layout
     full, empty = rings[4], rings[5]
     stage, phase, release = ring
     mbarrier.wait(full.index(stage), phase, pred=steps > 0)
     for step in range(steps):
         # As in `_several`.
-        partial = gl.zeros((GROUP_ROWS, PART), gl.float32, layout=L)
-        for index in gl.static_range(SLICES):
-            left = _rows(GROUP, rings, stage, index, PLAN)
-            right = _columns(rings, stage, 0, index, PLAN)
-            flying = warpgroup_mma(left, right, partial, use_acc=False, is_async=True)
-            by_row, by_column = step_scales(
-                GROUP, (step, step), rings, scales, step, stage, 0, index, L, PLAN
-            )
-            if index == 0:
-                mbarrier.arrive(empty.index(release), count=1, pred=step > 0)
-                release = stage
-            if index + 1 == SLICES:
-                stage, phase = next_stage(stage, phase, STAGES)
-                mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-            partial = warpgroup_mma_wait(0, deps=(flying,))
-            if PLAN.by_column:
-                by_column = column_scales(rings, release, 0, index, L, PLAN)
-            total = added(total, partial, by_row, by_column, PLAN)
+        partial = gl.zeros((BAND_ROWS, PART), gl.float32, layout=L)
+        for along in gl.static_range(SLICES):
+            sums = ()
+            shared = (step, step)
+            for band in gl.static_range(BANDS):
+                left = _rows(GROUP * BANDS + band, rings, stage, along, PLAN)
+                right = _columns(rings, stage, 0, along, PLAN)
+                flying = warpgroup_mma(left, right, partial, use_acc=False, is_async=True)
+                shared = step_scales(
+                    GROUP * BANDS + band, shared, rings, scales, step, stage, 0, along, L, PLAN
+                )
+                by_row, by_column = shared
+                if along == 0 and band == 0:
+                    mbarrier.arrive(empty.index(release), count=1, pred=step > 0)
+                    release = stage
+                if along + 1 == SLICES and band + 1 == BANDS:
+                    stage, phase = next_stage(stage, phase, STAGES)
+                    mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
+                    if PLAN.early:  # noqa: SIM102 (decided when it is compiled)
+                        if step + 1 == steps:
+                            write(GROUP, sums, 0, way_out, PLAN)
+                partial = warpgroup_mma_wait(0, deps=(flying,))
+                if PLAN.by_column:
+                    by_column = column_scales(rings, release, 0, along, L, PLAN)
+                sums += (added(total[band], partial, by_row, by_column, PLAN),)  # type: ignore[assignment]
+            total = sums
     mbarrier.arrive(empty.index(release), count=1, pred=steps > 0)
-    return (total,), (stage, phase, stage)
+    return total, (stage, phase, stage)
 
 
 @gluon.jit
@@ -139,7 +148,7 @@ def _several(
     stage, phase, release = ring
     # An operand of the wgmma that it ignores. A dead partial in its place below makes the next one
     # live in that one's registers; with zeros ptxas keeps a third set, and spills.
-    partial = gl.zeros((GROUP_ROWS, PART), gl.float32, layout=L)
+    partial = gl.zeros((BAND_ROWS, PART), gl.float32, layout=L)
     flying, left, stage, phase = _issue(GROUP, 0, partial, rings, stage, phase, 0, L, PLAN)
     sums = ()
     shared = (step, step)
@@ -181,11 +190,11 @@ def _several(
 
 
 @gluon.jit
-def _rows(GROUP: gl.constexpr, rings, stage, ALONG: gl.constexpr, PLAN: gl.constexpr):
-    """This warpgroup's rows of the left operand, in a slice along K."""
-    FIRST: gl.constexpr = GROUP * GROUP_ROWS
+def _rows(BAND: gl.constexpr, rings, stage, ALONG: gl.constexpr, PLAN: gl.constexpr):
+    """A band of the left operand, in a slice along K."""
+    FIRST: gl.constexpr = BAND * BAND_ROWS
     box = rings[0].index(stage * PLAN.boxes + FIRST // PLAN.box)
-    rows = box.slice(FIRST % PLAN.box, GROUP_ROWS, 0)
+    rows = box.slice(FIRST % PLAN.box, BAND_ROWS, 0)
     if PLAN.slices > 1:
         rows = rows.slice(ALONG * PLAN.length, PLAN.length, 1)
     return rows

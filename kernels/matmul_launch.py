@@ -72,7 +72,8 @@ def candidates_for(product: Product) -> list[Settings]:
     ]
     if not _is_fast(product):
         return [*plain]
-    return [*plain, *(FAST_NATIVE_CANDIDATES if native else FAST_PROMOTED_CANDIDATES)]
+    fast = FAST_NATIVE_CANDIDATES if native else FAST_PROMOTED_CANDIDATES
+    return [*plain, *(candidate for candidate in fast if _fast().takes(product, candidate))]
 
 
 def launch_product(product: Product, settings: Settings | None) -> None:
@@ -134,7 +135,8 @@ def _launch_plain(product: Product, settings: MatmulSettings) -> None:
     m, n, k = product.sizes
     programs = multiprocessors(product.a.device)
     if product.promote is not None:
-        settings = settings.with_block_k(product.promote)
+        scaled = product.scales.kind == "blocks" and product.promote < BLOCK
+        settings = settings.with_block_k(product.promote, scaled=scaled)
     bfloat16 = product.out.dtype == torch.bfloat16
     out: Any = product.out.view(torch.int16) if bfloat16 else product.out
     by_descriptor = bfloat16 and n * out.element_size() % ALIGNMENT == 0

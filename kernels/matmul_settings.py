@@ -48,10 +48,21 @@ class MatmulSettings:
         if not 1 <= self.num_stages <= MOST_STAGES:
             raise ValueError(f"num_stages is {self.num_stages}; accepted: 1 to {MOST_STAGES}")
 
-    def with_block_k(self, block_k: int) -> MatmulSettings:
-        """The same with another step, as many bytes of operands in flight."""
-        # With more than 8 the scales of blocks, which are in flight too, need too many registers.
-        stages = max(1, min(8, self.num_stages * self.block_k // block_k))
+    def with_block_k(self, block_k: int, *, scaled: bool = False) -> MatmulSettings:
+        """The same with another step, as many bytes of operands in flight, if registers allow.
+
+        Args:
+            block_k: The step.
+            scaled: Whether each row and column has a scale of each step, in flight with them.
+        """
+        most = 8
+        if scaled:
+            # Those scales are in registers. So many stages spill nothing, as ptxas says for sm_90,
+            # where n is a multiple of 16 and nothing is added; with 8, 128 x 128 spills 5 KB a
+            # thread, and 64 x 64 1.6 KB.
+            columns = self.block_m if self.swap else self.block_n
+            most = 8 if columns == 16 else 16 // self.num_warps
+        stages = max(1, min(most, self.num_stages * self.block_k // block_k))
         return replace(self, block_k=block_k, num_stages=stages)
 
 
@@ -60,16 +71,17 @@ class GluonSettings:
     """How the fast kernel of sm_90 is launched.
 
     Attributes:
-        block_m, block_n: A tile's rows and columns. wgmma's rows are 64, 128 or 192, its columns a
-            power of two from 16 to 256, or to 128 beside 192 rows.
+        block_m, block_n: A tile's rows and columns. wgmma's rows are 64, 128, 192 or 256, its
+            columns a power of two from 16 to 256, or to 128 beside 192 rows and more. Which
+            products 256 rows are for, `takes` says.
         block_k: How much of K a stage holds: 128, or 256, which promoted products do not take.
         group: Tiles that are visited down a column before the next column.
         most_stages: Stages are as many as fit, but no more: 2 to 16, as one is awaited before the
             one before is released.
         swap: Whether wgmma's rows are the tile's columns, as in `MatmulSettings`.
         drain: Where partial sums are promoted: how many there are between points where a warpgroup
-            has no wgmma in flight, in whole stages. With 192 of wgmma's rows, or 256 columns, every
-            stage ends with such a point.
+            has no wgmma in flight, in whole stages. With 192 of wgmma's rows and more, or 256
+            columns, every stage ends with such a point.
     """
 
     block_m: int = 128
@@ -81,18 +93,37 @@ class GluonSettings:
     drain: int = 8
 
     def __post_init__(self) -> None:
-        rows, columns = self.block_m, self.block_n
-        if self.swap:
-            rows, columns = columns, rows
+        rows, columns = self.tile
         row_name, column_name = ("block_n", "block_m") if self.swap else ("block_m", "block_n")
-        if rows not in (64, 128, 192):
-            raise ValueError(f"{row_name} is {rows}; accepted: 64, 128, 192")
-        _check_power(column_name, columns, 16, 128 if rows == 192 else 256)
+        if rows not in (64, 128, 192, 256):
+            raise ValueError(f"{row_name} is {rows}; accepted: 64, 128, 192, 256")
+        _check_power(column_name, columns, 16, 128 if rows > 128 else 256)
         _check_power("block_k", self.block_k, 128, 256)
         _check_power("group", self.group, 1, 64)
         _check_power("drain", self.drain, 1, 16)
         if not 2 <= self.most_stages <= MOST_STAGES:
             raise ValueError(f"most_stages is {self.most_stages}; accepted: 2 to {MOST_STAGES}")
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """wgmma's rows and columns of a tile."""
+        tile = self.block_m, self.block_n
+        return tile[::-1] if self.swap else tile
+
+    def takes(self, *, promote: int | None, blocks: bool, matrices: int) -> bool:
+        """Whether there are registers enough for a product.
+
+        256 rows are for partial sums that are promoted. Beside them there is no room for scales of
+        rows and columns at every 32 of k, nor for the places of two matrices that are added.
+
+        Args:
+            promote: k of a partial sum that is promoted, or None.
+            blocks: Whether scales are of blocks.
+            matrices: How many are added: an accumulator before, a bias after.
+        """
+        if self.tile[0] < 256:
+            return True
+        return promote is not None and not (blocks and promote < 128) and matrices < 2
 
 
 def _check_power(name: str, value: int, smallest: int, largest: int) -> None:
@@ -110,6 +141,8 @@ THIN = MatmulSettings(16, 64, 256, num_warps=4, num_stages=8, swap=True)
 WIDE_FAST = GluonSettings(128, 256)
 TALL_FAST = GluonSettings(192, 128)
 BROAD_FAST = GluonSettings(128, 192, swap=True)
+PAIRED_FAST = GluonSettings(256, 128)
+PAIRED_BROAD_FAST = GluonSettings(128, 256, swap=True)
 SQUARE_FAST = GluonSettings(128, 128)
 SMALL_FAST = GluonSettings(64, 128)
 NARROW_FAST = GluonSettings(64, 64)
@@ -147,6 +180,8 @@ FAST_PROMOTED_CANDIDATES = (
     WIDE_FAST,
     TALL_FAST,
     BROAD_FAST,
+    PAIRED_FAST,
+    PAIRED_BROAD_FAST,
     SMALL_FAST,
     NARROW_FAST,
     LEAN_FAST,

@@ -42,6 +42,8 @@ from fp8lab.kernels.matmul_settings import (
     FAST_NATIVE_CANDIDATES,
     FAST_PROMOTED_CANDIDATES,
     NATIVE_CANDIDATES,
+    PAIRED_BROAD_FAST,
+    PAIRED_FAST,
     PROMOTED_CANDIDATES,
     GluonSettings,
 )
@@ -134,6 +136,31 @@ def variants() -> list[Variant]:
     found += [
         Variant(launch=candidate, scaling="mx", narrow=True)
         for candidate in FAST_PROMOTED_CANDIDATES
+        if candidate.takes(promote=32, blocks=True, matrices=0)
+    ]
+    # What comes around the sum, with 256 rows: there it is one of two bands after the other.
+    found += [
+        Variant(
+            launch=candidate,
+            promote=128,
+            scaling=scaling,
+            start=start,
+            bias=bias,
+            narrow=narrow,
+        )
+        for candidate in (PAIRED_FAST, PAIRED_BROAD_FAST)
+        for scaling, start, bias, narrow in (
+            ("tensor", False, "", False),
+            ("tensor", False, "", True),
+            (None, True, "", False),
+            ("tensor", False, "matrix", False),
+            ("vectors", False, "vector", True),
+            ("vectors", True, "", False),
+            ("1x128 by 128x128", True, "vector", True),
+            ("128x128 by 1x128", False, "matrix", False),
+            ("1x128 by 1x128", True, "", False),
+            ("1x128 by 1x128", False, "matrix", False),
+        )
     ]
     found += [
         Variant(launch=candidate, promote=promote, narrow=True)
@@ -353,6 +380,20 @@ def test_each_variant_with_k_around_the_drain(variant: Variant) -> None:
     """The fast kernel drains every 8 blocks of 128 and takes what is left in halves."""
     for blocks in (1, 2, 3, 5, 7, 8, 9, 15, 16, 17):
         check(variant, make_case(variant, (192, 144, 128 * blocks - 3), blocks))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_each_variant_without_any_k(variant: Variant) -> None:
+    check(variant, make_case(variant, (300, 144, 0), 1))
+
+
+@pytest.mark.parametrize("scaling", [None, "1x128 by 1x128"])
+@pytest.mark.parametrize("launch", FAST_PROMOTED_CANDIDATES, ids=str)
+def test_more_tiles_than_multiprocessors(launch: GluonSettings, scaling: str | None) -> None:
+    """The ring, and what is on its way out, go on from tile to tile; the last ones have edges."""
+    variant = Variant(launch=launch, promote=128, scaling=scaling, narrow=True)
+    for k in (100, 640, 1152):
+        check(variant, make_case(variant, (4000, 4112, k), k), k)
 
 
 def test_the_fast_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

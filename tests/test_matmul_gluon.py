@@ -19,9 +19,14 @@ import torch
 
 from fp8lab.emulation.casting import dequantize
 from fp8lab.formats import E8M0
+from fp8lab.kernels import matmul_launch
+from fp8lab.kernels.matmul import checked_product
 from fp8lab.kernels.matmul_choice import fast_settings
+from fp8lab.kernels.matmul_gluon import gluon_plan
 from fp8lab.kernels.matmul_gluon_scales import SideScales, by_block, by_stage
-from fp8lab.kernels.matmul_settings import SQUARE_FAST, WIDE_FAST
+from fp8lab.kernels.matmul_launch import candidates_for, launch_product
+from fp8lab.kernels.matmul_product import Product
+from fp8lab.kernels.matmul_settings import SQUARE_FAST, WIDE_FAST, GluonSettings
 from fp8lab.testing import assert_bits_equal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,13 +48,14 @@ CHILD = """
         block = [rows, plan.depth]
         return f"tensordesc<fp8e4nv{block},{layout(block, gl.float8e4nv)!r}>"
 
+    out, name = (gl.bfloat16, "bf16") if plan.bfloat16 else (gl.float32, "fp32")
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     signature = dict.fromkeys(matmul_kernel.arg_names, "i32")
     signature |= dict.fromkeys(["left_scale", "right_scale", "bias", "start"], "*fp32")
     signature |= {
         "left_desc": operand(plan.box),
         "right_desc": operand(plan.columns),
-        "out_desc": f"tensordesc<bf16{plan.piece},{layout(plan.piece, gl.bfloat16)!r}>",
+        "out_desc": f"tensordesc<{name}{plan.piece},{layout(plan.piece, out)!r}>",
         "left_scale_desc": f"tensordesc<fp32[{plan.slices}, {plan.box}],{flat!r}>",
         "right_scale_desc": f"tensordesc<fp32[{plan.slices}, {plan.scale_columns}],{flat!r}>",
         "PLAN": "constexpr",
@@ -92,6 +98,7 @@ BLOCKS = {"scaling": "blocks", "by_row": True, "squares": True}
 BOTH = {"scaling": "blocks", "by_row": True, "by_column": True}
 WIDE = {"columns": 256, "stages": 4, "drain": 1}
 TALL = {"rows": 192, "stages": 5, "drain": 1}
+PAIRED = {"rows": 256, "stages": 4, "drain": 1}
 MX = BOTH | {"length": 32, "drain": 2}
 
 
@@ -162,6 +169,24 @@ def compiled(**options: Any) -> dict[str, Any]:
         (WIDE | {"length": 32}, "m64n64k32", 2 * 4 * 4),
         # Three warpgroups, a loop over stages of four steps.
         (TALL | {"length": 32}, "m64n128k32", 3 * 4),
+        # Two warpgroups, a loop over stages of two bands of four steps.
+        (PAIRED | {"scaling": "tensor"}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | {"bfloat16": False, "swap": True}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | {"start": True}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | {"bias": "matrix", "bfloat16": False}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | {"scaling": "vectors", "bias": "vector"}, "m64n128k32", 2 * 2 * 4),
+        (
+            PAIRED | {"scaling": "vectors", "bias": "vector", "swap": True},
+            "m64n128k32",
+            2 * 2 * 4,
+        ),
+        (PAIRED | BLOCKS, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | BLOCKS | {"by_row": False, "by_column": True}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | BOTH, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | BOTH | {"swap": True}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | BOTH | {"start": True, "bfloat16": False}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | BOTH | {"bias": "matrix", "bfloat16": False}, "m64n128k32", 2 * 2 * 4),
+        (PAIRED | {"length": 32}, "m64n128k32", 2 * 2 * 4),
     ],
     ids=[
         "1x128 by 128x128",
@@ -187,6 +212,19 @@ def compiled(**options: Any) -> dict[str, Any]:
         "MX, few rows",
         "wide, 32 of k",
         "tall, 32 of k",
+        "paired",
+        "paired, swapped, float32",
+        "paired, with an accumulator",
+        "paired, with a matrix added",
+        "paired, vectors",
+        "paired, vectors, swapped",
+        "paired, 1x128 by 128x128",
+        "paired, 128x128 by 1x128",
+        "paired, 1x128 by 1x128",
+        "paired, 1x128 by 1x128, swapped",
+        "paired, 1x128 by 1x128, with an accumulator",
+        "paired, 1x128 by 1x128, with a matrix added",
+        "paired, 32 of k",
     ],
 )
 def test_the_fast_kernel_compiles_without_spills_or_serialised_products(
@@ -203,6 +241,61 @@ def test_the_fast_kernel_compiles_without_spills_or_serialised_products(
     # Nothing is read before the kernel before has ended.
     wait, copy = found["ptx"].index("griddepcontrol.wait"), found["ptx"].index("cp.async.bulk")
     assert wait < copy
+
+
+@pytest.mark.parametrize("scaling", ["none", "vectors"])
+def test_a_band_is_written_while_the_other_one_s_products_are_in_flight(scaling: str) -> None:
+    """Where that needs few registers; then there is a way out for no product at all, too."""
+    ptx = compiled(**PAIRED, scaling=scaling)["ptx"]
+    early = scaling == "none"
+    in_flight = r"wgmma\.commit_group(?:(?!wgmma\.wait_group).)*cp\.async\.bulk\.tensor\.2d\.global"
+    # Of each of two warpgroups.
+    assert len(re.findall(in_flight, ptx, re.DOTALL)) == 2 * early
+    pieces = 2 if early else 4
+    written = ptx.count("cp.async.bulk.tensor.2d.global")
+    assert written == 2 * pieces * (3 if early else 2)
+
+
+def product_of(**options: Any) -> Product:
+    a, b = (
+        torch.zeros(size, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for size in (512, 384)
+    )
+    return checked_product(a, b.t(), **options)
+
+
+@pytest.mark.parametrize(("m", "n"), [(256, 128), (128, 256)])
+def test_256_rows_are_for_products_that_registers_hold(
+    m: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul_launch, "_is_fast", lambda product: True)
+    settings = GluonSettings(m, n, swap=m == 128)
+    both = {"inverse_scale_a": torch.ones(512, 2), "inverse_scale_b": torch.ones(2, 384)}
+    mx = {"inverse_scale_a": torch.ones(512, 8), "inverse_scale_b": torch.ones(8, 384)}
+    matrix = torch.zeros(512, 384)
+    taken: list[dict[str, Any]] = [
+        {"promote_every": 128},
+        {"promote_every": 32, "accumulator": matrix},
+        {"promote_every": 128, "bias": matrix},
+        {"promote_every": 128, "bias": matrix[0].clone(), "accumulator": matrix},
+        both,
+    ]
+    refused: list[dict[str, Any]] = [
+        {},
+        mx,
+        {"promote_every": 128, "bias": matrix, "accumulator": matrix},
+    ]
+    for options in taken:
+        product = product_of(**options)
+        assert settings in candidates_for(product)
+        for narrow in (False, True):
+            out = torch.empty(512, 384, dtype=torch.bfloat16 if narrow else torch.float32)
+            assert gluon_plan(product._replace(out=out), settings).stages == 4
+    for options in refused:
+        product = product_of(**options)
+        assert settings not in candidates_for(product)
+        assert SQUARE_FAST in candidates_for(product)
+        with pytest.raises(ValueError, match="too few registers for this product"):
+            launch_product(product, settings)
 
 
 @pytest.mark.parametrize("shared", ["", "rows", "all"])

@@ -7,9 +7,14 @@ computed outside the tensor core, in one order, and are as wild as anywhere.
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -38,7 +43,9 @@ from fp8lab.kernels.matmul_settings import (
 )
 from fp8lab.testing import assert_bits_equal, compiled_ptx, run_kernel, to_torch
 from fp8lab.testing.products import OrderFreeProduct, order_free_products
+from fp8lab.testing.ptx import spilled_bytes
 
+ROOT = Path(__file__).resolve().parent.parent
 Array = np.ndarray[Any, Any]
 TINY = MatmulSettings(64, 32, 128, num_warps=4, num_stages=1)
 SWAPPED = MatmulSettings(32, 64, 128, num_warps=4, num_stages=1, swap=True)
@@ -256,7 +263,9 @@ def test_bad_input_is_refused_before_any_launch(device: str) -> None:
         (ValueError, "block_n is 32", partial(MatmulSettings, block_n=32, swap=True)),
         (ValueError, "block_m is 32", partial(GluonSettings, block_m=32)),
         (ValueError, "block_n is 256; .* to 128", partial(GluonSettings, 192, 256)),
-        (ValueError, "block_n is 256; .* 192", partial(GluonSettings, 64, 256, swap=True)),
+        (ValueError, "block_n is 512; .* 256", partial(GluonSettings, 64, 512, swap=True)),
+        (ValueError, "block_n is 256; .* to 128", partial(GluonSettings, 256, 256)),
+        (ValueError, "block_m is 256; .* to 128", partial(GluonSettings, 256, 256, swap=True)),
         (ValueError, "most_stages is 1; .* 2 to", partial(GluonSettings, most_stages=1)),
     ]
     for error, message, attempt in refused:
@@ -278,7 +287,8 @@ SHAPES = [(m, n) for m in (1, 16, 32, 64, 65, 128, 512, 4096, 16384) for n in (1
 def test_plain_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wide: bool) -> None:
     for m, n in SHAPES:
         chosen = plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=132)
-        for one in (chosen, chosen.with_block_k(32), chosen.with_block_k(128)):
+        steps = [chosen.with_block_k(32, scaled=scaled) for scaled in (False, True)]
+        for one in (chosen, *steps, chosen.with_block_k(128)):
             found = lowering(*wgmma_tile(one), one.block_k, one.num_warps)
             assert found.core.name == "hopper_fp8"
             assert fits(one, wide=wide)
@@ -366,7 +376,8 @@ PLAN = ProductPlan(
 )
 
 
-def ptx_of(plan: ProductPlan, num_warps: int = 8) -> str:
+def arguments_of(plan: ProductPlan) -> tuple[dict[str, str], dict[str, Any]]:
+    """The types of what a launch is given, and the values of what it is compiled for."""
     sizes = ("m", "n", "k", "scale_a_stride_m", "scale_a_stride_k")
     signature = dict.fromkeys((*sizes, "scale_b_stride_k", "scale_b_stride_n"), "i32")
     signature |= {
@@ -383,18 +394,22 @@ def ptx_of(plan: ProductPlan, num_warps: int = 8) -> str:
         "OUT_CODE": ElementCode.of(BFLOAT16, saturate=False),
     }
     present = {
-        "scale_a": plan.scaling != "none",
-        "scale_b": plan.scaling != "none",
-        "bias": plan.bias != "none",
-        "start": plan.start,
+        "scale_a": (plan.scaling != "none", plan.scale_a_e8m0),
+        "scale_b": (plan.scaling != "none", plan.scale_b_e8m0),
+        "bias": (plan.bias != "none", False),
+        "start": (plan.start, False),
     }
-    for name, there in present.items():
+    for name, (there, e8m0) in present.items():
         if there:
-            signature[name] = "*fp32"
+            signature[name] = "*u8" if e8m0 else "*fp32"
         else:
             constants[name] = None
+    return signature, constants
+
+
+def ptx_of(plan: ProductPlan, num_warps: int = 8) -> str:
     kernel = "fp8lab.kernels.matmul_device:matmul_kernel"
-    return compiled_ptx(kernel, signature, constants, num_warps=num_warps)
+    return compiled_ptx(kernel, *arguments_of(plan), num_warps=num_warps)
 
 
 def test_compiled_native_chain() -> None:
@@ -424,6 +439,66 @@ def test_compiled_with_rows_and_columns_swapped() -> None:
     ptx = ptx_of(replace(PLAN, block_m=16, block_n=64, block_k=256, swap=True), num_warps=4)
     assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e5m2.e4m3" in ptx
     assert "mma.sync" not in ptx
+
+
+# In a process of its own, as `compiled_ptx`, which leaves the number of stages to Triton.
+CHILD = """
+import pickle, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8lab.kernels.matmul_device import matmul_kernel
+
+given, constants, aligned, options = pickle.load(sys.stdin.buffer)
+names = matmul_kernel.arg_names
+signature = {name: given.get(name, "constexpr") for name in names}
+divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=divisible)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize(
+    "candidate", [*PROMOTED_CANDIDATES, replace(PROMOTED_CANDIDATES[-1], block_m=32)], ids=str
+)
+def test_compiled_without_spills_where_scales_are_of_32_of_k(
+    candidate: MatmulSettings, bfloat16: bool, tmp_path: Path
+) -> None:
+    """Scales of all stages are in registers, so that these decide how many stages there are."""
+    chosen = candidate.with_block_k(32, scaled=True)
+    assert 2 <= chosen.num_stages <= candidate.with_block_k(32).num_stages
+    plan = replace(
+        PLAN,
+        block_m=chosen.block_m,
+        block_n=chosen.block_n,
+        block_k=32,
+        promote=True,
+        scaling="blocks",
+        scale_a_e8m0=True,
+        scale_b_e8m0=True,
+        bfloat16=bfloat16,
+        out_descriptor=bfloat16,
+        swap=chosen.swap,
+    )
+    signature, constants = arguments_of(plan)
+    aligned = ["n", *(name for name, kind in signature.items() if kind.startswith("*"))]
+    options = {
+        "num_warps": chosen.num_warps,
+        "num_stages": chosen.num_stages,
+        "enable_fp_fusion": False,
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        cwd=ROOT,
+        env=environment,
+        input=pickle.dumps((signature, constants, aligned, options)),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert spilled_bytes(done.stdout.decode(), tmp_path) == 0
 
 
 def test_compiled_so_that_the_next_kernel_can_start() -> None:
