@@ -19,10 +19,8 @@ one is refused. Several GPUs share the processes. --redraw draws the rows that a
 from __future__ import annotations
 
 import argparse
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +45,7 @@ from fp8lab.experiments.incident_runs import (
 from fp8lab.experiments.plot_resume import draw, table
 from fp8lab.experiments.sittings import Sitting
 from fp8lab.experiments.turns import check_jobs, in_turn
+from fp8lab.folder_lock import held
 from fp8lab.records import Row, environment, read_rows
 from fp8lab.training import check_device
 
@@ -59,28 +58,17 @@ def _in_process(case: Case, setting: Setting) -> Row | None:
 def locked(work: Path) -> Iterator[None]:
     """Hold the folder of the common part's checkpoints for this process alone.
 
-    Its `.lock` names the process; the system lets go of it however the process ends.
-
     Raises:
         UserError: Another process holds it, or the folder cannot be made.
     """
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        file = (work / ".lock").open("a+")  # the other process's number is not erased
-    except OSError as error:
-        raise UserError(f"cannot write in {work}: {error.strerror}; name another --work") from None
-    with file:
+    with ExitStack() as resources:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
+            work.mkdir(parents=True, exist_ok=True)
+            resources.enter_context(held(work, "works", "wait for it, or name another --work"))
+        except OSError as error:
             raise UserError(
-                f"process {file.read().strip() or 'unknown'} works in {work}; wait for it, or name"
-                " another --work"
+                f"cannot write in {work}: {error.strerror}; name another --work"
             ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
         yield
 
 

@@ -15,7 +15,6 @@ and is never done twice.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -23,8 +22,6 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +33,7 @@ from tqdm import tqdm
 
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.errors import UserError
+from fp8lab.folder_lock import held
 from fp8lab.recipes import recipe_named
 from fp8lab.records import (
     Row,
@@ -124,7 +122,7 @@ def run_sweep(config: SweepConfig, out: Path, *, jobs: int = -1) -> dict[str, An
     corpus = load_corpus(config.text)
     corpus.check_context(config.training.model.context)
     _claim(out, json.loads(to_json(config.identity(corpus))))
-    with _locked(out):
+    with held(out, "works on the sweep", "wait for it, or choose another --out"):
         for leftover in out.glob("runs/*/seed-*.partial-*"):
             shutil.rmtree(leftover)
         runs = config.runs()
@@ -298,19 +296,6 @@ def _run_all(
                 "a run's process was killed (out of memory?); finished runs are kept: give the same"
                 " command again, with a smaller --jobs"
             ) from None
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Hold the folder for this process; the system lets go of it however the process ends."""
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process works on the sweep in {out}; wait for it, or choose another --out"
-            ) from None
-        yield
 
 
 def _failure(out: Path, policy: str, seed: int) -> Path:

@@ -12,9 +12,8 @@ not, bit for bit, on the same kind of machine.
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from fp8lab.checkpoint import Checkpoint, CheckpointError, load
 from fp8lab.checkpoint_store import checkpoint_name, checkpoints_in
 from fp8lab.data import Corpus
 from fp8lab.errors import UserError
+from fp8lab.folder_lock import LOCK, held
 from fp8lab.records import RunRecorder, environment, read_table, to_json
 from fp8lab.resume_check import comparable, compare_trials, trial
 from fp8lab.resume_config import config_from_dict, corpus_again, fingerprint_of
@@ -33,7 +33,6 @@ from fp8lab.training_config import TrainingConfig
 
 __all__ = ["CheckpointPlan", "FolderRun", "resume_run", "start_run", "state_of"]
 
-_LOCK = ".lock"
 _KEPT = ("every", "keep_last", "keep_best")  # of a plan: what a run keeps for when it is resumed
 
 
@@ -67,7 +66,7 @@ def start_run(
         described["checkpoints"] = {name: getattr(plan, name) for name in _KEPT}
     with ExitStack() as resources:
         folder.mkdir(parents=True, exist_ok=True)
-        resources.enter_context(_locked(folder))
+        resources.enter_context(held(folder, "works on the run", "wait for it"))
         _check_empty(folder)  # another process may have been here meanwhile
         recorder = resources.enter_context(RunRecorder(folder, described, config.device))
         here = read_table(folder / "environment.json")
@@ -96,7 +95,7 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
     plan = _as_started(plan, described.get("checkpoints", {}))
     corpus = corpus_again(described.get("corpus", {}), text)
     with ExitStack() as resources:
-        resources.enter_context(_locked(folder))
+        resources.enter_context(held(folder, "works on the run", "wait for it"))
         checkpoint = _newest(folder, fingerprint_of(config, corpus))
         step = checkpoint.manifest.step
         _check_stop(plan, config.steps, done=step)
@@ -118,7 +117,7 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
 
 def _check_empty(folder: Path) -> None:
     if folder.exists() and (
-        not folder.is_dir() or any(path.name != _LOCK for path in folder.iterdir())
+        not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())
     ):
         raise UserError(f"{folder} exists and is not empty; choose another --out")
 
@@ -159,14 +158,3 @@ def _check_stop(plan: CheckpointPlan, steps: int, *, done: int) -> None:
             f"stop_after is {plan.stop_after}; accepted: {done + 1} to {steps} (the run has {steps}"
             f" steps, {done} are done)"
         )
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the run for this process; the system lets go of it however the process ends."""
-    with (folder / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process works on the run in {folder}; wait for it") from None
-        yield

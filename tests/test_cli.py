@@ -178,7 +178,7 @@ def test_one_process_at_a_time_and_none_outlives_its_parent(tmp_path: Path) -> N
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert second.returncode == 2
-    assert "another process works on the sweep" in second.stderr
+    assert f"process {process.pid} works on the sweep in " in second.stderr
 
     process.kill()  # the parent alone
     process.wait()

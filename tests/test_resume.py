@@ -312,11 +312,11 @@ def test_a_run_that_began_meanwhile_is_not_written_over(
     """Two processes found the folder empty; the other one has begun, and even ended, first."""
     run = tmp_path / "run"
 
-    def other_was_here(folder: Path) -> AbstractContextManager[None]:
+    def other_was_here(folder: Path, what: str, advice: str) -> AbstractContextManager[None]:
         (folder / "config.json").write_text("another's")
         return nullcontext()
 
-    monkeypatch.setattr(resume, "_locked", other_was_here)
+    monkeypatch.setattr(resume, "held", other_was_here)
     with pytest.raises(UserError, match="exists and is not empty; choose another --out"):
         do(run, CONFIG, CheckpointPlan())
     assert (run / "config.json").read_text() == "another's"
