@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8lab.emulation.accumulation import accumulate
-from fp8lab.emulation.matmul_arguments import BFLOAT16, Product, checked, checked_indices
+from fp8lab.emulation.matmul_arguments import (
+    BFLOAT16,
+    Product,
+    checked,
+    checked_indices,
+    checked_shape,
+)
 from fp8lab.emulation.tensorcore import (
     ADA_FP8,
     BLACKWELL_FP8,
@@ -150,7 +156,8 @@ def matmul_at(
         (len(rows), len(columns)).
 
     Raises:
-        TypeError, ValueError: As for `matmul`, or indices that are no integers or not there.
+        TypeError, ValueError: As for `matmul`; an option that it does not have; or indices that are
+            no integers or not there.
 
     >>> import numpy as np
     >>> from fp8lab.formats import E4M3
@@ -158,7 +165,7 @@ def matmul_at(
     >>> matmul_at(a, a, [7, 299], [299]).tolist()
     [[0.0], [1.0]]
     """
-    whole = checked(a, b, **options)
+    whole = checked(a, b, **_known(options))
     rows = checked_indices("rows", rows, a.shape[0])
     columns = checked_indices("columns", columns, b.shape[1])
     part = np.ix_(rows, columns)
@@ -198,8 +205,8 @@ def matmul_picked(
         (len(rows), len(columns)).
 
     Raises:
-        TypeError, ValueError: As for `matmul_at`; or operands that do not have as many rows and
-            columns as were chosen.
+        TypeError, ValueError: As for `matmul_at`; a shape that is no pair of integers; or operands
+            that do not have as many rows and columns as were chosen.
 
     >>> import numpy as np
     >>> from fp8lab.formats import E4M3
@@ -208,15 +215,25 @@ def matmul_picked(
     >>> matmul_picked(a[[7]], a[:, [7]], [7], [7], (300, 300), inverse_scale_a=scale).tolist()
     [[7.0]]
     """
-    given = checked(a, b, scaled_as=shape, **options)
-    rows = checked_indices("rows", rows, shape[0])
-    columns = checked_indices("columns", columns, shape[1])
+    whole = checked_shape(shape)
+    given = checked(a, b, whole, **_known(options))
+    rows = checked_indices("rows", rows, whole[0])
+    columns = checked_indices("columns", columns, whole[1])
     if (a.shape[0], b.shape[1]) != (len(rows), len(columns)):
         raise ValueError(
             f"a has {a.shape[0]} rows and b {b.shape[1]} columns; accepted: the {len(rows)} and"
             f" {len(columns)} that were chosen"
         )
     return _product(replace(given, factors=given.factors.at(rows, columns)))
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Options, all of which `matmul` has."""
+    accepted = matmul.__kwdefaults__ or {}
+    for name in options:
+        if name not in accepted:
+            raise TypeError(f"unknown option {name!r}; accepted: {', '.join(accepted)}")
+    return options
 
 
 def _product(given: Product) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from fp8lab.emulation.integers import as_integer
 from fp8lab.emulation.matmul_scales import Factors, factors_from
 from fp8lab.emulation.tensorcore import HOPPER_FP8, TENSOR_CORES, TensorCore
 
@@ -37,6 +39,8 @@ class Product:
 def checked(
     a: Array,
     b: Array,
+    whole: tuple[int, int] | None = None,
+    /,
     *,
     core: TensorCore = HOPPER_FP8,
     accumulator: npt.ArrayLike | None = None,
@@ -46,9 +50,8 @@ def checked(
     bias: npt.ArrayLike | None = None,
     out_dtype: npt.DTypeLike = np.float32,
     threads: int = 1,
-    scaled_as: tuple[int, int] | None = None,
 ) -> Product:
-    """The arguments of `matmul`; inverse scales are for a product of `scaled_as`, if given."""
+    """The arguments of `matmul`; inverse scales are those of the whole (M, N), if that is given."""
     _check_operands(a, b, core)
     (m, k), n = a.shape, b.shape[1]
     out = np.dtype(out_dtype)
@@ -56,8 +59,8 @@ def checked(
         raise TypeError(f"out_dtype is {out}; accepted: float32, bfloat16")
     if threads < 1:
         raise ValueError(f"threads is {threads}; accepted: 1 and up")
-    whole_m, whole_n = scaled_as or (m, n)
-    factors = factors_from(inverse_scale_a, inverse_scale_b, whole_m, k, whole_n)
+    rows, columns = (m, n) if whole is None else whole
+    factors = factors_from(inverse_scale_a, inverse_scale_b, rows, k, columns)
     return Product(
         a,
         b,
@@ -69,6 +72,18 @@ def checked(
         out,
         threads,
     )
+
+
+def checked_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(M, N) of a product, as Python's integers."""
+    try:
+        sizes = [as_integer(size) for size in shape]
+    except TypeError:
+        sizes = []
+    known = [size for size in sizes if size is not None and size >= 0]
+    if len(known) != 2 or len(sizes) != 2:
+        raise ValueError(f"shape is {shape!r}; accepted: two integers, (M, N), each 0 or more")
+    return known[0], known[1]
 
 
 def checked_indices(name: str, indices: npt.ArrayLike, size: int) -> Array:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,22 +23,49 @@ MX_BLOCK = 32
 
 
 @dataclass(frozen=True)
+class Side:
+    """The scale of one operand; its rows are those of a, or the columns of b.
+
+    Attributes:
+        table: float32 (rows, 1 or blocks of K); (1, 1) where all share one entry.
+        per_row: Whether each row has entries of its own. The shape of the whole product's scale
+            tells; the size does not, since of many rows one alone may be wanted.
+        block_k: How many k share an entry; None where all do.
+        squares: Whether 128 rows share those of a block.
+    """
+
+    table: Float32Array
+    per_row: bool
+    block_k: int | None = None
+    squares: bool = False
+
+    def of(self, rows: slice, block: int = 0) -> Float32Array:
+        """Those of some rows in one block of K; one entry where all share it."""
+        column = self.table[:, 0 if self.block_k is None else block]
+        return column[rows] if self.per_row else column
+
+    def at(self, rows: Array) -> Side:
+        """That of some rows, which may come more than once."""
+        return replace(self, table=self.table[rows]) if self.per_row else self
+
+
+@dataclass(frozen=True)
 class Factors:
     """The scales of both operands.
 
     Attributes:
-        a: float32 (1 or M, 1 or blocks of K).
-        b: float32 (1 or blocks of K, 1 or N).
-        block_k: How many k share a scale; None where all do.
-        squares: Whether 128 rows of a, or 128 columns of b, share those of a block.
+        a, b: Of each.
         given: Whether there is any scale at all.
     """
 
-    a: Float32Array
-    b: Float32Array
-    block_k: int | None
-    squares: bool
+    a: Side
+    b: Side
     given: bool
+
+    @property
+    def block_k(self) -> int | None:
+        """How many k share a scale; None where all do."""
+        return self.b.block_k if self.a.block_k is None else self.a.block_k
 
     def applied(self, result: Float32Array) -> Float32Array:
         """The result (M, N) scaled. Only without blocks.
@@ -46,9 +73,11 @@ class Factors:
         One entry each: result * (scale_a * scale_b). One a row, or one a column: first by b's, then
         by a's.
         """
-        if self.a.size == 1 and self.b.size == 1:
-            return np.asarray(result * (self.a * self.b))
-        return np.asarray((result * self.b) * self.a)
+        every = slice(None)
+        by_row, by_column = self.a.of(every)[:, None], self.b.of(every)[None, :]
+        if not self.a.per_row and not self.b.per_row:
+            return np.asarray(result * (by_row * by_column))
+        return np.asarray((result * by_column) * by_row)
 
     def promoted(
         self,
@@ -63,23 +92,14 @@ class Factors:
         Where squares of 128 share a scale, fma(partial, scale_a * scale_b, total); else
         fma(partial * scale_a, scale_b, total).
         """
-        a = self.a[:, min(block, self.a.shape[1] - 1)]
-        b = self.b[min(block, self.b.shape[0] - 1)]
-        by_row = (a if a.size == 1 else a[rows])[:, None]
-        by_column = (b if b.size == 1 else b[columns])[None, :]
-        if self.squares:
+        by_row, by_column = self.a.of(rows, block)[:, None], self.b.of(columns, block)[None, :]
+        if self.a.squares or self.b.squares:
             return fma(partial, by_row * by_column, total)
         return fma(partial * by_row, by_column, total)
 
     def at(self, rows: Array, columns: Array) -> Factors:
-        """Those of some rows of A and columns of B."""
-        return Factors(
-            self.a if self.a.shape[0] == 1 else self.a[rows],
-            self.b if self.b.shape[1] == 1 else self.b[:, columns],
-            self.block_k,
-            self.squares,
-            self.given,
-        )
+        """Those of some rows of A and columns of B, of the same kinds."""
+        return replace(self, a=self.a.at(rows), b=self.b.at(columns))
 
 
 def factors_from(
@@ -95,38 +115,34 @@ def factors_from(
         TypeError: A scale that is neither floating nor E8M0.
         ValueError: A shape that is none of the accepted ones, or blocks of different lengths.
     """
-    a, block_a, square_a = _by_row("inverse_scale_a", inverse_scale_a, m, k, transposed=False)
+    a = _side("inverse_scale_a", inverse_scale_a, m, k, transposed=False)
     # B's scales are A's with rows and columns swapped.
-    b, block_b, square_b = _by_row("inverse_scale_b", inverse_scale_b, n, k, transposed=True)
-    if block_a is not None and block_b is not None and block_a != block_b:
+    b = _side("inverse_scale_b", inverse_scale_b, n, k, transposed=True)
+    if a.block_k is not None and b.block_k is not None and a.block_k != b.block_k:
         raise ValueError(
-            f"inverse_scale_a has blocks of {block_a} along K and inverse_scale_b of {block_b};"
+            f"inverse_scale_a has blocks of {a.block_k} along K and inverse_scale_b of {b.block_k};"
             " accepted: one length"
         )
-    given = inverse_scale_a is not None or inverse_scale_b is not None
-    block = block_a if block_a is not None else block_b
-    return Factors(a, b.T, block, square_a or square_b, given)
+    return Factors(a, b, inverse_scale_a is not None or inverse_scale_b is not None)
 
 
-def _by_row(
-    name: str, scale: npt.ArrayLike | None, rows: int, k: int, *, transposed: bool
-) -> tuple[Float32Array, int | None, bool]:
-    """A scale as (1 or rows, 1 or blocks of K), the length of the blocks, and if 128 rows share."""
+def _side(name: str, scale: npt.ArrayLike | None, rows: int, k: int, *, transposed: bool) -> Side:
     if scale is None:
-        return np.ones((1, 1), dtype=np.float32), None, False
+        return Side(np.ones((1, 1), dtype=np.float32), per_row=False)
     given = _float32(name, scale)
     if given.size == 1:
-        return given.reshape(1, 1), None, False
+        return Side(given.reshape(1, 1), per_row=False)
     table = given.T if transposed else given
     blocks, mx_blocks, row_blocks = -(-k // BLOCK), -(-k // MX_BLOCK), -(-rows // BLOCK)
     if table.shape == (rows, 1):
-        return table, None, False
+        return Side(table, per_row=True)
     if table.shape == (rows, blocks):
-        return table, BLOCK, False
+        return Side(table, per_row=True, block_k=BLOCK)
     if table.shape == (rows, mx_blocks):
-        return table, MX_BLOCK, False
+        return Side(table, per_row=True, block_k=MX_BLOCK)
     if table.shape == (row_blocks, blocks):
-        return np.repeat(table, BLOCK, axis=0)[:rows], BLOCK, True
+        wide = np.repeat(table, BLOCK, axis=0)[:rows]
+        return Side(wide, per_row=True, block_k=BLOCK, squares=True)
     shapes = [(rows, 1), (rows, blocks), (rows, mx_blocks), (row_blocks, blocks)]
     if transposed:
         shapes = [(second, first) for first, second in shapes]

@@ -41,11 +41,11 @@ def _by_bands(look: Look, name: str, matrix: Tensor, found: Codes) -> Outputs:
     """Whole bands of blocks, by the oracle."""
     policy, fmt = look.given["policy"], look.given["fmt"]
     tall, wide = _sizes(found, matrix)
-    bands, period = look.sampler.elements(
-        f"{look.name} {name}",
-        -(-matrix.shape[0] // tall),
-        max(1, look.elements // (tall * wide[1])),
-    )
+    count = -(-matrix.shape[0] // tall)
+    # The last band may be lower, so that all may be wanted where not as many whole ones are.
+    everything = matrix.numel() <= look.elements
+    some = count if everything else max(1, look.elements // (tall * wide[1]))
+    bands, period = look.sampler.elements(f"{look.name} {name}", count, some)
     rows = (bands[:, None] * tall + np.arange(tall)).reshape(-1)
     rows = rows[rows < matrix.shape[0]]  # the last band may be lower, and comes last
     values = np.ascontiguousarray(to_numpy(matrix[torch.from_numpy(rows).to(matrix.device)]))
@@ -61,31 +61,31 @@ def _by_bands(look: Look, name: str, matrix: Tensor, found: Codes) -> Outputs:
 
 
 def _by_elements(look: Look, name: str, matrix: Tensor, found: Codes) -> Outputs:
-    """Some elements of one band, and the scales of their blocks, by the slow form."""
+    """Some elements, and the scales of their whole blocks, by the slow form."""
     policy, fmt = look.given["policy"], look.given["fmt"]
     tall, (across, width) = _sizes(found, matrix)
-    shape = (-(-matrix.shape[0] // tall), tall * width)
-    draw = look.sampler.grid(f"{look.name} {name}", shape, (1, look.elements))
-    rows, columns = np.divmod(draw.columns, width)
-    rows = rows + draw.rows[0] * tall
-    inside = rows < matrix.shape[0]  # the last band may be lower
-    rows, columns = rows[inside], columns[inside]
-    band = to_numpy(matrix[int(draw.rows[0]) * tall : (int(draw.rows[0]) + 1) * tall].contiguous())
-    blocks = np.unique(columns // across)
-    table = {
-        int(block): _scale(band[:, block * across : (block + 1) * across], fmt, policy)
-        for block in blocks
-    }
-    values = picked(matrix, rows, columns)
-    factors = [table[int(column // across)][1] for column in columns]
-    codes = slow.codes(values, fmt, factors)
-    kept = np.array([table[int(block)][0] for block in blocks], np.float32)
+    places, period = look.sampler.elements(f"{look.name} {name}", matrix.numel(), look.elements)
+    rows, columns = np.divmod(places, width)
+    blocks_wide = -(-width // across)
+    blocks, own = np.unique(rows // tall * blocks_wide + columns // across, return_inverse=True)
+    down, right = np.divmod(blocks, blocks_wide)
+    made = [
+        _scale(_block(matrix, int(i) * tall, tall, int(j) * across, across), fmt, policy)
+        for i, j in zip(down, right, strict=True)
+    ]
+    factors = [made[block][1] for block in own.tolist()]
+    codes = slow.codes(picked(matrix, rows, columns), fmt, factors)
+    kept = np.array([scale for scale, _ in made], np.float32)
     if isinstance(policy, MxScaling):
-        kept = np.array([table[int(block)][0] for block in blocks], np.uint8).view(E8M0.dtype)
-    places = Axis(rows, draw.period), Axis(columns, draw.period)
-    own = np.full(len(blocks), draw.rows[0], np.int64)
-    down = Axis(own, draw.period), Axis(blocks, draw.period)
-    yield from _outputs(name, found, places, codes, down, kept, matrix)
+        kept = np.array([code for code, _ in made], np.uint8).view(E8M0.dtype)
+    elements = Axis(rows, period), Axis(columns, period)
+    yield from _outputs(
+        name, found, elements, codes, (Axis(down, period), Axis(right, period)), kept, matrix
+    )
+
+
+def _block(matrix: Tensor, top: int, tall: int, left: int, across: int) -> Array:
+    return to_numpy(matrix[top : top + tall, left : left + across].contiguous())
 
 
 def _scale(block: Array, fmt: Float8Format, policy: Policy) -> tuple[float, float]:
@@ -131,8 +131,7 @@ def _outputs(
 
     def block(i: int) -> dict[str, Any]:
         top, left = int(blocks[0].places[i]) * tall, int(blocks[1].places[i]) * across
-        own = matrix[top : top + tall, left : left + across].contiguous()
-        return {"x": to_numpy(own).reshape(-1)}
+        return {"x": _block(matrix, top, tall, left, across).reshape(-1)}
 
     actual = picked(found.codes, rows.places, columns.places)
     yield Compared(f"{name}codes", actual, codes, at(rows, columns), inputs, rows.period)

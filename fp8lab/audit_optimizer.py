@@ -116,7 +116,7 @@ def _piece(look: Look, parts: StepperParts, place: int) -> _Piece:
     size = param.numel()
     start, stop, period = 0, size, 1
     unit = max(fmt.block or 4 for fmt in (formats.exp_avg, formats.exp_avg_sq))
-    run = max(1, look.elements // unit) * unit
+    run = size if size <= look.elements else max(1, look.elements // unit) * unit
     name = f"{look.name} {place}"
     if size > run and not _needs_all(formats):
         runs, period = look.sampler.elements(name, -(-size // run), 1)

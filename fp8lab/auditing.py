@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8lab.audit_arguments import check_choices, integer
 from fp8lab.audit_blocks import block_cast
 from fp8lab.audit_checks import (
     Check,
@@ -68,7 +69,6 @@ CHECKS: dict[str, Check] = {
 # Those of a layer: the first of them after a step is the beginning of the next.
 OF_LAYERS = ("cast", "block_cast", "amax", "scale", "dequantize", "product")
 BY_ORACLE, BY_SLOW = 4096, 4  # elements of a product, by who computes them
-ACTIONS = ("raise", "count")
 ALL_CASTS = "all delayed casts"  # whose scales are moved on together
 
 
@@ -90,11 +90,11 @@ def audit(
             where neither ever happens (inference), everything is one step.
         sample: How many elements of each product are computed again, by whole rows of both
             operands; of casts, decoded codes and parameters 16 times as many. What has no more
-            elements is checked whole; amaxes, norms, scales and scale updates always are. None is
-            4096 where the oracle computes, 4 where its slow form does. Which elements is decided by
-            the seed; every element comes once in a period, which the report gives.
+            elements is checked whole; amaxes, norms, scales of tensors and scale updates always
+            are. None is 4096 where the oracle computes, 4 where its slow form does. Which elements
+            is decided by the seed; every element comes once in a period, which the report gives.
         on_difference: "raise" an `AuditError` at the first differing bit, or "count" them.
-        seed: Of the samples.
+        seed: Of the samples, any integer that fits 64 bits, signed or unsigned.
         slow: Whether what kernels compute is held to the slow form, too.
         model: Names layers and parameters in the report. Layers that `fp8lab.convert` made and
             models that `UpdateStep` or `advance_scaling` moves on are known without it.
@@ -103,14 +103,18 @@ def audit(
         The report, which grows.
 
     Raises:
-        UserError: A number outside its range, no FP8 operation inside, or a graph of
+        UserError: An argument that is not accepted, no FP8 operation inside, or a graph of
             `torch.compile` or a CUDA graph being captured inside.
         AuditError: A bit differs.
 
     Audits may be nested, and each thread has its own; a backward pass on a GPU, which has a thread
     of its own, is seen by all that are open.
     """
-    _check(every, sample, on_difference)
+    check_choices(on_difference, slow, model)
+    every = integer("every", every, 1, "1 and up")
+    seed = integer("seed", seed, -(2**63), "from -2**63 to 2**64 - 1", 2**64 - 1)
+    if sample is not None:
+        sample = integer("sample", sample, 1, "1 and up, or None for the default")
     own = _Audit(every, sample, on_difference == "raise", Sampler(seed), slow, model)
     handle = register_optimizer_step_post_hook(own.after_optimizer)
     try:
@@ -308,14 +312,3 @@ def _by_kernel(operation: str, given: Arguments) -> bool:
         return computed_by_kernel(given["a"].codes)
     tensor: Tensor = given["scale" if operation == "scale_update" else next(iter(given))]
     return tensor.is_cuda
-
-
-def _check(every: Any, sample: Any, on_difference: Any) -> None:
-    for name, value in (("every", every), ("sample", sample)):
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not whole and not (name == "sample" and value is None):
-            default = ", or None for the default" if name == "sample" else ""
-            raise UserError(f"audit: {name} is {value!r}; accepted: an integer, 1 and up{default}")
-    if on_difference not in ACTIONS:
-        accepted = ", ".join(ACTIONS)
-        raise UserError(f"audit: on_difference is {on_difference!r}; accepted: {accepted}")

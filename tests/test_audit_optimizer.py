@@ -30,6 +30,16 @@ def test_every_state_of_the_optimizer(master: str, moments: str) -> None:
     assert report.differences == 0
 
 
+@pytest.mark.parametrize("moments", ["e4m3_128", "e4m3_tensor"])
+def test_a_parameter_no_larger_than_the_sample_is_checked_whole(moments: str) -> None:
+    """Of 208 elements in blocks of 128, the second of which is not whole."""
+    loop = Loop(fp8lab.convert(nn.Sequential(nn.Linear(K, 13)), "tensorwise"), exp_avg=moments)
+    with fp8lab.audit(sample=13) as report:
+        loop.step()
+    line = report.lines["0.weight", "optimizer, exp_avg"]
+    assert (line.elements, line.period) == (13 * K, 1)
+
+
 def test_a_skipped_step_of_a_device_that_counts_leaves_everything() -> None:
     loop = Loop(network(), capturable=True)
     with fp8lab.audit(sample=2) as report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,12 +64,27 @@ def test_names_without_convert() -> None:
         ({"sample": 0}, "sample is 0; accepted: an integer, 1 and up, or None"),
         ({"sample": -3}, "sample is -3; accepted"),
         ({"every": 1.5}, "every is 1.5; accepted"),
+        ({"sample": True}, "sample is True; accepted"),
         ({"on_difference": "log"}, "on_difference is 'log'; accepted: raise, count"),
+        ({"seed": "a"}, r"seed is 'a'; accepted: an integer, from -2\*\*63 to 2\*\*64 - 1"),
+        ({"seed": None}, "seed is None; accepted"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; accepted"),
+        ({"slow": 2}, "slow is 2; accepted: True, False"),
+        ({"model": 5}, r"model is of int; accepted: a torch.nn.Module, or None"),
+        ({"model": nn.Linear}, "model is of type; accepted"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message), fp8lab.audit(**options):
         pytest.fail("not reached")
+
+
+def test_integers_of_any_kind_are_settings() -> None:
+    """A NumPy integer would overflow where a sample is multiplied."""
+    settings: dict[str, Any] = {"every": np.int8(1), "sample": np.int8(100), "seed": np.int64(-1)}
+    with fp8lab.audit(**settings) as report:
+        network()(torch.ones(ROWS, K))
+    assert report.lines["0", "cast of input, codes"].elements == ROWS * K
 
 
 def test_no_fp8_operation_inside_is_an_error() -> None:

@@ -98,6 +98,24 @@ def test_rows_and_columns_that_are_not_there_are_refused() -> None:
         matmul(a, b, core="hopper_fp8")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", [(9.5, 9), (9, 9, 9), (9,), (), None, 9, (-9, 9), (True, 9)])
+def test_a_shape_that_is_no_pair_of_integers_is_refused(shape: Any) -> None:
+    a, b = np.zeros((1, 32), E4M3.dtype), np.zeros((32, 1), E4M3.dtype)
+    with pytest.raises(ValueError, match=r"shape is .*; accepted: two integers, \(M, N\)"):
+        matmul_picked(a, b, [0], [0], shape)
+
+
+@pytest.mark.parametrize("name", ["scaled_as", "whole", "shapes"])
+def test_samples_take_no_option_that_matmul_does_not_have(name: str) -> None:
+    a, b = np.zeros((1, 32), E4M3.dtype), np.zeros((32, 1), E4M3.dtype)
+    message = f"unknown option '{name}'; accepted: core, accumulator, promote_every,"
+    options: dict[str, Any] = {name: (3, 3)}
+    with pytest.raises(TypeError, match=message):
+        matmul_at(a, b, [0], [0], **options)
+    with pytest.raises(TypeError, match=message):
+        matmul_picked(a, b, [0], [0], (9, 9), **options)
+
+
 def test_lowering() -> None:
     assert lowering(128, 256, 128, 8).core is HOPPER_FP8
     assert lowering(128, 256, 128, 8).promote_every is None
