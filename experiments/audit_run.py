@@ -17,7 +17,6 @@ processes that share a GPU.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass
@@ -29,7 +28,14 @@ import torch
 
 import fp8lab
 from fp8lab.data import Corpus, load_corpus
-from fp8lab.experiments.commands import ROWS, check_at_least, check_suffix, exit_code, listed
+from fp8lab.experiments.commands import (
+    ROWS,
+    Parser,
+    check_at_least,
+    check_suffix,
+    exit_code,
+    listed,
+)
 from fp8lab.experiments.large_model import LARGE_TRAINING
 from fp8lab.experiments.row_checks import checker, is_text
 from fp8lab.experiments.sittings import Sitting
@@ -142,7 +148,7 @@ def _said(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the presets that have no row yet."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--presets", default=",".join(DEFAULT), metavar="A,B", help="(default all)")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="(default 200)")
     parser.add_argument("--every", type=int, default=20, metavar="N", help="(default 20)")

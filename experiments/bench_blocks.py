@@ -14,7 +14,6 @@ named after the groups.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import re
 import statistics
@@ -30,8 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.block_cases import VARIANTS, Shape, Variant, blocks_step, model_step
-from fp8lab.experiments.commands import exit_code
-from fp8lab.records import Row, environment, to_json, write_atomically
+from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code, listed
+from fp8lab.experiments.new_rows import NewRows
+from fp8lab.records import Row, environment
 
 BASELINE = "torch bf16"
 STEPS = 3  # timed together
@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[Shape, Callable[..., Step]]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("figures/h200"))
     parser.add_argument(
         "--groups", default="blocks", metavar="A,B", help="blocks, model (default blocks)"
@@ -62,30 +62,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(default 9)")
     parser.add_argument("--only", metavar="A,B", help="variants by name, BF16 always among them")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise UserError("the benchmark needs a CUDA device; torch finds none")
-    if options.rounds < 1:
-        raise UserError(f"rounds is {options.rounds}; accepted: 1 and up")
-    groups = [part.strip() for part in options.groups.split(",")]
-    unknown = sorted(set(groups) - set(GROUPS))
+    check_at_least(options.rounds, 1, "--rounds")
+    asked = listed(options.groups, "--groups")
+    unknown = sorted(set(asked) - set(GROUPS))
     if unknown:
         raise UserError(f"unknown group {unknown[0]!r}; accepted: {', '.join(GROUPS)}")
+    groups = [group for group in GROUPS if group in asked]  # one order, so one file
     chosen = chosen_variants(options.only)
-    options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / f"{'-'.join(groups)}.jsonl"
-    rows: list[Row] = [
-        {
-            "environment": environment("cuda"),
-            "rounds": options.rounds,
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": f"python -m fp8lab.experiments.bench_blocks --groups {','.join(groups)}"
-            + (f' --only "{options.only}"' if options.only else ""),
-        }
-    ]
-    for row in measure(chosen, rounds=options.rounds, groups=groups):
-        rows.append(row)
-        print(line_of(row), flush=True)
-        write_atomically(file, "".join(to_json(r) + "\n" for r in rows))
+    check_writable(file)
+    if not torch.cuda.is_available():
+        raise UserError("the benchmark needs a CUDA device; torch finds none")
+    head: Row = {
+        "environment": environment("cuda"),
+        "rounds": options.rounds,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"python -m fp8lab.experiments.bench_blocks --groups {','.join(groups)}"
+        + (f' --only "{options.only}"' if options.only else ""),
+    }
+    with NewRows(file, head) as new:
+        for row in measure(chosen, rounds=options.rounds, groups=groups):
+            new.add(row)
+            print(line_of(row), flush=True)
 
 
 def chosen_variants(only: str | None) -> list[Variant]:
@@ -94,7 +92,7 @@ def chosen_variants(only: str | None) -> list[Variant]:
     Raises:
         UserError: A name that there is not.
     """
-    wanted = None if only is None else {part.strip() for part in only.split(",")} | {BASELINE}
+    wanted = None if only is None else {*listed(only, "--only"), BASELINE}
     names = [variant.name for variant in VARIANTS]
     unknown = sorted((wanted or set()) - set(names))
     if unknown:

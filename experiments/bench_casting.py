@@ -11,7 +11,6 @@ the repeats is reported, with the smallest and the largest.
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import sys
@@ -27,10 +26,18 @@ import torch
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_cases import Case, large_cases, peer_cases, small_cases, tuning_cases
-from fp8lab.experiments.commands import exit_code
+from fp8lab.experiments.commands import (
+    Parser,
+    check_at_least,
+    check_pattern,
+    check_writable,
+    exit_code,
+)
 from fp8lab.experiments.kernel_variants import in_processes
-from fp8lab.records import Row, environment, to_json
+from fp8lab.experiments.new_rows import NewRows
+from fp8lab.records import Row, environment
 
+ROWS = "rows.jsonl"
 ELEMENTS = 1 << 28
 FEW = 1 << 23  # enough for whole tiles
 REPEATS = 3
@@ -210,22 +217,27 @@ def _spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def save(folder: Path, rows: list[Row], *, bench: str, command: str) -> None:
-    """Write `rows.jsonl`: each row with what was run, when, and on what."""
+def save(folder: Path, rows: list[Row], *, bench: str, command: str) -> Path:
+    """Write `rows.jsonl`: each row with what was run, when, and on what.
+
+    Returns:
+        Where they are: beside `rows.jsonl` where that has more.
+    """
     common = {
         "bench": bench,
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
         **environment("cuda"),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(to_json({**row, **common}) + "\n" for row in rows)
-    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    first, *rest = [{**row, **common} for row in rows]
+    with NewRows(folder / ROWS, first) as new:
+        new.add(*rest)
+    return new.path
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of rows.jsonl")
     parser.add_argument("--tune", action="store_true", help="compare launch settings")
     parser.add_argument("--only", default="", help="with --tune: a regular expression of names")
@@ -234,7 +246,13 @@ def main() -> None:
     )
     parser.add_argument("--no-compiled-peers", action="store_true", help="no torch.compile")
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile first")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    check_at_least(arguments.jobs, 1, "--jobs")
+    check_pattern(arguments.only, "--only")
+    if arguments.elements < 1 or arguments.elements % (1 << 22):
+        raise UserError(f"--elements is {arguments.elements}; accepted: multiples of {1 << 22}")
+    if arguments.out is not None:
+        check_writable(arguments.out / ROWS)
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA device to measure")
     if arguments.jobs > 1:

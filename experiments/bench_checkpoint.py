@@ -8,12 +8,12 @@ of a few; files are synced to the disk, as dd's are (conv=fsync). Loads come fro
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ import torch
 from fp8lab.checkpoint import load, save, take_state
 from fp8lab.checkpoint_store import AsyncWriter, CheckpointStore
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import check_at_least, exit_code, listed
-from fp8lab.records import Row, environment, to_json, write_atomically
+from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code, listed
+from fp8lab.experiments.new_rows import NewRows
+from fp8lab.records import Row, environment
 from fp8lab.training import check_device
 
 TENSOR = 1 << 20  # float32 elements
@@ -93,7 +94,7 @@ def _least(measured: Callable[[], float], repeats: int) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure each size, print a table, write the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", default="64,512", metavar="A,B", help="(default 64,512)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
@@ -106,10 +107,18 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"--megabytes has {wrong[0]!r}; accepted: whole numbers from 1, as 64,512")
     check_at_least(given.repeats, 1, "--repeats")
     check_device(given.device)
-    rows: list[Row] = [{"bench_checkpoint": environment(given.device)}]
-    for megabytes in map(int, sizes):
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            rows.append(measure(megabytes, Path(folder), given.device, given.repeats))
+    if given.folder is not None:
+        check_writable(given.folder / "x", "--folder")
+        if not given.folder.is_dir():
+            raise UserError(f"--folder is {given.folder}; accepted: a folder that there is")
+    head: Row = {"bench_checkpoint": environment(given.device)}
+    rows = [head]
+    with NewRows(given.out, head) if given.out is not None else nullcontext() as new:
+        for megabytes in map(int, sizes):
+            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+                rows.append(measure(megabytes, Path(folder), given.device, given.repeats))
+            if new is not None:
+                new.add(rows[-1])
     kinds = list(rows[1]["seconds"])
     print("| bytes | " + " | ".join(kinds) + " |")
     print("| --- |" + " --- |" * len(kinds))
@@ -119,8 +128,6 @@ def main(arguments: list[str] | None = None) -> None:
             for seconds in row["seconds"].values()
         ]
         print(f"| {row['bytes'] / 1e6:.0f} MB | " + " | ".join(cells) + " |")
-    if given.out is not None:
-        write_atomically(given.out, "".join(to_json(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

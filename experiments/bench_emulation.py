@@ -9,7 +9,6 @@ shuffled: sorted ones flatter code that branches. To add cases, add a function t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -34,17 +33,26 @@ from fp8lab.emulation.scaling import (
     quantize_mx,
     update_delayed,
 )
+from fp8lab.errors import UserError
 from fp8lab.experiments.commands import ROWS as SUFFIX
-from fp8lab.experiments.commands import check_suffix, exit_code
+from fp8lab.experiments.commands import (
+    Parser,
+    check_at_least,
+    check_suffix,
+    check_writable,
+    exit_code,
+)
+from fp8lab.experiments.new_rows import NewRows
 from fp8lab.formats import E4M3, E5M2, Float8Format
 from fp8lab.peers import GFLOAT, ML_DTYPES
-from fp8lab.records import Row, environment, to_json, write_atomically
+from fp8lab.records import Row, environment
 
 Array = npt.NDArray[Any]
 Work = Callable[[], object]
 
 OURS = "fp8lab"
 ROWS = Path("figures/bench-emulation.jsonl")
+FEW = 4096  # elements with which every case can be made; so can all multiples
 SLOW = 32  # a slow peer gets one element in so many, and its rate is of those
 
 
@@ -248,8 +256,17 @@ def run_case(case: Case, repeats: int) -> Row:
     }
 
 
-def run(only: str, elements: int | None, repeats: int, out: Path, command: str) -> list[Row]:
-    """Run the cases whose name holds `only`; write the rows and draw them."""
+def run(
+    only: str, elements: int | None, repeats: int, out: Path, command: str
+) -> tuple[list[Row], Path]:
+    """Run the cases whose name holds `only`, and write the rows.
+
+    Returns:
+        The rows, the head first, and the file that they are in.
+
+    Raises:
+        UserError: `only` is in no name, or the file cannot be written.
+    """
     from tqdm import tqdm
 
     described = {
@@ -259,17 +276,18 @@ def run(only: str, elements: int | None, repeats: int, out: Path, command: str) 
         "environment": environment("cpu"),
         "peers": {package: _version(package) for package in ("gfloat", "torch", "ml_dtypes")},
     }
-    rows: list[Row] = [{"bench": described}]
+    new = NewRows(out, {"bench": described})
+    names = [case.name for suite in SUITES for case in suite.cases(FEW)]
+    if not any(only in name for name in names):
+        raise UserError(f"--only is {only!r}; accepted: a part of {'; '.join(names)}")
     cases = (case for suite in SUITES for case in suite.cases(elements or suite.elements))
-    with tqdm(unit="case") as bar:
+    with new, tqdm(unit="case") as bar:
         for case in cases:
             if only in case.name:
                 bar.set_postfix_str(case.name)
-                rows.append(run_case(case, repeats))
+                new.add(run_case(case, repeats))
             bar.update()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, "".join(to_json(row) + "\n" for row in rows))
-    return rows
+    return new.rows, new.path
 
 
 def report(rows: list[Row]) -> str:
@@ -323,20 +341,23 @@ def _version(package: str) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, write the rows, print them, draw them."""
-    parser = argparse.ArgumentParser(description="How fast the oracle is, beside other libraries.")
+    parser = Parser(description="How fast the oracle is, beside other libraries.")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
     parser.add_argument("--elements", type=int, metavar="N", help="(default: each suite's own)")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="(default 15)")
     parser.add_argument("--out", type=Path, default=ROWS, metavar="FILE", help=f"(default {ROWS})")
     given = parser.parse_args(arguments)
     check_suffix(given.out, (SUFFIX,))
+    check_writable(given.out.with_suffix(".png"))
+    check_at_least(given.repeats, 1, "--repeats")
+    if given.elements is not None and (given.elements < FEW or given.elements % FEW):
+        raise UserError(f"--elements is {given.elements}; accepted: multiples of {FEW}")
     words = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["python -m fp8lab.experiments.bench_emulation", *words])
-    rows = run(given.only, given.elements, given.repeats, given.out, command)
+    rows, path = run(given.only, given.elements, given.repeats, given.out, command)
     print(report(rows))
-    if len(rows) > 1:
-        draw(rows, given.out.with_suffix(".png"))
-        print(f"\nrows: {given.out}\nfigure: {given.out.with_suffix('.png')}")
+    draw(rows, path.with_suffix(".png"))
+    print(f"\nrows: {path}\nfigure: {path.with_suffix('.png')}")
     return 0
 
 

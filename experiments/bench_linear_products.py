@@ -24,9 +24,10 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_matmul import LAYERS
 from fp8lab.experiments.card_timing import codes, ratios, side_by_side
-from fp8lab.experiments.commands import exit_code
+from fp8lab.experiments.commands import Parser, check_positive, check_writable, exit_code
+from fp8lab.experiments.new_rows import NewRows
 from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradient
-from fp8lab.records import Row, environment, to_json, write_atomically
+from fp8lab.records import Row, environment
 
 ROWS = "bench-linear-products.jsonl"
 PRODUCTS = ("forward", "data gradient", "weight gradient", "weight gradient, added")
@@ -163,42 +164,39 @@ def summary(rows: list[Row]) -> str:
 
 def run(folder: Path, tokens: int, seconds: float) -> None:
     """Measure, print a line a row, and write the rows."""
-    if not torch.cuda.is_available():
-        raise UserError("bench_linear_products needs a CUDA device")
     if tokens < 512 or tokens % 512:
         raise UserError(f"--tokens is {tokens}; accepted: multiples of 512")
-    folder.mkdir(parents=True, exist_ok=True)
-    head = {
+    check_positive(seconds, "--seconds")
+    check_writable(folder / ROWS)
+    if not torch.cuda.is_available():
+        raise UserError("bench_linear_products needs a CUDA device")
+    head: Row = {
         "kind": "run",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m fp8lab.experiments.bench_linear_products", *sys.argv[1:]]),
         "environment": environment("cuda"),
     }
-    rows: list[Row] = [head]
-    try:
+    with NewRows(folder / ROWS, head) as new:
         for name, layer in LAYERS.items():
             for case in cases(tokens, *layer):
                 row = measure(name, case, seconds)
-                rows.append(row)
+                new.add(row)
                 print(
                     f"{name:<14} {case.scaling:<12} {case.product:<23} {row['fp8lab_tflops']:6.0f}"
                     f" {row['torch_tflops']:6.0f} {row['ratio']:6.3f}"
                     + (f"  {row['different']} differ" if row["different"] else ""),
                     flush=True,
                 )
-    finally:
-        write_atomically(folder / ROWS, "".join(to_json(row) + "\n" for row in rows))
-    print(summary(rows))
+    print(summary(new.rows))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, and write the rows."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("figures/h200"), help="where rows go")
     parser.add_argument("--tokens", type=int, default=4096, help="of the batch")
     parser.add_argument("--seconds", type=float, default=0.2, help="of hot work a row")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     run(chosen.out, chosen.tokens, chosen.seconds)
     return 0
 

@@ -16,6 +16,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,12 +29,13 @@ from fp8lab.bridge import to_numpy
 from fp8lab.emulation.matmul import matmul_at
 from fp8lab.errors import UserError
 from fp8lab.experiments.card_timing import Launch, Telemetry, codes, ratios, side_by_side
-from fp8lab.experiments.commands import exit_code
-from fp8lab.experiments.documents import fill
+from fp8lab.experiments.commands import Parser, check_positive, check_writable, exit_code
+from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.matmul_table import SECTION, section
+from fp8lab.experiments.new_rows import NewRows
 from fp8lab.experiments.plot_matmul import draw
 from fp8lab.kernels.matmul import matmul
-from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
+from fp8lab.records import Row, environment, read_rows
 
 ROWS = "bench-matmul.jsonl"
 FLOPS_A_CLOCK = 8192  # FP8 multiply-adds count twice; of one multiprocessor of sm_90
@@ -200,30 +202,32 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(folder: Path, only: str, seconds: float) -> None:
-    """Measure, print a line a row, and write the rows."""
+def run(folder: Path, only: str, seconds: float) -> Path:
+    """Measure, print a line a row, and write the rows; returns the file that they are in."""
+    check_positive(seconds, "--seconds")
+    chosen = {name: sizes for name, sizes in shapes().items() if only in name}
+    if not chosen:
+        raise UserError(f"--only is {only!r}; accepted: a part of {'; '.join(shapes())}")
+    check_writable(folder / ROWS)
     if not torch.cuda.is_available():
         raise UserError(
             "bench_matmul needs a CUDA device; --draw FOLDER redraws its figures without"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    head = {
+    head: Row = {
         "kind": "run",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m fp8lab.experiments.bench_matmul", *sys.argv[1:]]),
         "environment": environment("cuda"),
     }
-    rows: list[Row] = [head]
+    new = NewRows(folder / ROWS, head)
     telemetry = Telemetry()
     print(f"{'shape':<22} {'mode':<17} hot: ours  cuBLASLt  ratio   rested ratio   MHz    W")
-    try:
-        for name, sizes in shapes().items():
-            if only not in name:
-                continue
+    with closing(telemetry), new:
+        for name, sizes in chosen.items():
             operands = Operands(*sizes)
             for mode in MODES:
                 row = measure(operands, mode, seconds, telemetry) | {"shape": name}
-                rows.append(row)
+                new.add(row)
                 hot, rested = row["hot"], row["rested"]
                 print(
                     f"{name:<22} {mode.name:<17} {hot['fp8lab_tflops']:9.0f} "
@@ -233,26 +237,28 @@ def run(folder: Path, only: str, seconds: float) -> None:
                     flush=True,
                 )
             del operands
-        rows += error_rows()
-    finally:
-        telemetry.close()
-        write_atomically(folder / ROWS, "".join(to_json(row) + "\n" for row in rows))
-    print(summary(rows))
+        for row in error_rows():
+            new.add(row)
+    print(summary(new.rows))
+    return new.path
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, or draw what was measured."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("figures/h200"), help="where rows go")
     parser.add_argument("--only", default="", help="shapes whose name holds this text")
     parser.add_argument("--seconds", type=float, default=0.7, help="of hot work a row")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw from rows alone")
     parser.add_argument("--document", type=Path, help="whose tables are filled")
-    chosen = parser.parse_args()
-    if chosen.draw is None:
-        run(chosen.out, chosen.only, chosen.seconds)
+    chosen = parser.parse_args(arguments)
+    if chosen.document is not None:
+        check_document(chosen.document, SECTION)
     folder = chosen.draw or chosen.out
+    if chosen.draw is None:
+        path = run(folder, chosen.only, chosen.seconds)
+        if path != folder / ROWS:  # figures and tables are of the whole rows, which stay
+            return 0
     rows = read_rows(folder / ROWS)
     for path in draw(rows, folder):
         print(path)

@@ -28,9 +28,11 @@ import torch
 from fp8lab.bridge import to_numpy, to_torch
 from fp8lab.emulation.casting import quantize
 from fp8lab.emulation.matmul import matmul
-from fp8lab.experiments.commands import exit_code
+from fp8lab.errors import UserError
+from fp8lab.experiments.commands import Parser, check_at_least, exit_code
+from fp8lab.experiments.new_rows import NewRows
 from fp8lab.formats import E4M3
-from fp8lab.records import Row, environment, to_json, write_atomically
+from fp8lab.records import Row, environment
 
 ROWS = Path("figures/bench-matmul-emulation.jsonl")
 Array = np.ndarray[Any, Any]
@@ -146,16 +148,20 @@ def run(sizes: tuple[int, int, int], repeats: int) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a line a contestant, write the rows."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peers", type=Path, help="folder that the peers were installed into")
     parser.add_argument("--sizes", type=int, nargs=3, default=[512, 1024, 1024], metavar="N")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROWS, help="the file of rows")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
+    for size in chosen.sizes:
+        check_at_least(size, 1, "--sizes")
+    check_at_least(chosen.repeats, 1, "--repeats")
     if chosen.peers is not None:
+        if not chosen.peers.is_dir():
+            raise UserError(f"--peers is {chosen.peers}; accepted: a folder that there is")
         sys.path.append(str(chosen.peers))
     m, n, k = chosen.sizes
     head = {
@@ -165,6 +171,7 @@ def main() -> int:
         "peers": {"mmasim": "2.1.1", "mmaemu": "0.1.0"},
         "environment": environment("cpu"),
     }
+    new = NewRows(chosen.out, head)  # a mistake is found before anything runs
     rows = run((m, n, k), chosen.repeats)
     for row in rows:
         best = next(r for r in rows if r["name"] == OURS and r["threads"] == row["threads"])
@@ -174,8 +181,8 @@ def main() -> int:
             f" ours is {best['rate'] / row['rate']:6.2f} times as fast,"
             f" {row['different']} elements differ"
         )
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(chosen.out, "".join(to_json(row) + "\n" for row in [head, *rows]))
+    with new:
+        new.add(*rows)
     return 0
 
 

@@ -11,7 +11,6 @@ from them to FOLDER/optimizer.png.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -25,7 +24,8 @@ from typing import Any
 import torch
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import exit_code
+from fp8lab.experiments.commands import Parser, check_writable, exit_code
+from fp8lab.experiments.new_rows import NewRows
 from fp8lab.experiments.optimizer_cases import (
     BFLOAT16_MOMENTS,
     EIGHT_BIT,
@@ -45,7 +45,7 @@ from fp8lab.kernels.adamw_plan import AdamPlan
 from fp8lab.kernels.adamw_settings import AdamSettings
 from fp8lab.kernels.gradients import GradientPlan
 from fp8lab.optimizer_formats import order_named
-from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
+from fp8lab.records import Row, environment, read_rows
 
 ROUNDS = 15
 WARM_UP_SECONDS = 3.0
@@ -81,7 +81,7 @@ Group = dict[str, tuple[Step, int, float]]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark, or draw its rows again."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("figures/h200"))
     parser.add_argument("--tune", action="store_true", help="try launch settings, too")
     parser.add_argument(
@@ -93,27 +93,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--redraw", action="store_true", help="draw the rows that are there")
     options = parser.parse_args(arguments)
     rows_file = options.out / "optimizer.jsonl"
+    check_writable(rows_file.with_suffix(".png"))
     if options.redraw:
         rows = read_rows(rows_file)
     else:
+        if not any(title.startswith(options.only) for title, _ in groups(options.tune)):
+            raise UserError(f"--only is {options.only!r}, with which no group's title begins")
+        kept = []
+        if options.only:
+            kept = [row for row in read_rows(rows_file) if _is_kept(row, options.only)]
         if not torch.cuda.is_available():
             raise UserError("the benchmark needs a CUDA device; torch finds none")
         command = "python -m fp8lab.experiments.bench_optimizer --out FOLDER"
-        rows = [
-            {
-                "environment": environment("cuda"),
-                "rounds": ROUNDS,
-                "date": datetime.now(UTC).date().isoformat(),
-                "command": command + (" --tune" if options.tune else ""),
-            }
-        ]
-        options.out.mkdir(parents=True, exist_ok=True)
-        if options.only:
-            rows = [row for row in read_rows(rows_file) if _is_kept(row, options.only)]
-        for row in measure(options.tune, options.only):
-            rows.append(row)
-            print(line_of(row), flush=True)
-            write_atomically(rows_file, "".join(to_json(r) + "\n" for r in rows))
+        head = {
+            "environment": environment("cuda"),
+            "rounds": ROUNDS,
+            "date": datetime.now(UTC).date().isoformat(),
+            "command": command + (" --tune" if options.tune else ""),
+        }
+        with NewRows(rows_file, kept[0] if kept else head) as new:
+            new.add(*kept[1:])
+            for row in measure(options.tune, options.only):
+                new.add(row)
+                print(line_of(row), flush=True)
+        rows, rows_file = new.rows, new.path
     draw(rows, rows_file.with_suffix(".png"))
 
 

@@ -15,11 +15,10 @@ without telemetry.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,12 +30,15 @@ from fp8lab.data import Corpus, load_corpus
 from fp8lab.errors import UserError
 from fp8lab.experiments.audit_run import configuration
 from fp8lab.experiments.block_cases import Shape, Variant, blocks_and_step
-from fp8lab.experiments.commands import exit_code
-from fp8lab.records import Row, environment, to_json, write_atomically
+from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code, listed
+from fp8lab.experiments.new_rows import NewRows
+from fp8lab.recipes import recipe_named
+from fp8lab.records import Row, environment
 from fp8lab.telemetry import Telemetry
 from fp8lab.training import TrainingRun
 from fp8lab.training_config import TrainingConfig
 
+ROWS = "telemetry.jsonl"
 RATES = (100, 10)
 STEPS = 4  # timed together, where they are not watched
 WARM_UP = 4
@@ -46,36 +48,35 @@ Step = Callable[[], Any]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("figures/h200"))
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="(default 7)")
     parser.add_argument("--recipes", default="delayed,blockwise", metavar="A,B")
     parser.add_argument("--only", default="blocks,model", metavar="A,B", help="(default both)")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise UserError("the benchmark needs a CUDA device; torch finds none")
-    if options.rounds < 1:
-        raise UserError(f"rounds is {options.rounds}; accepted: 1 and up")
-    groups = options.only.split(",")
+    check_at_least(options.rounds, 1, "--rounds")
+    groups = listed(options.only, "--only")
     if set(groups) - {"blocks", "model"}:
         raise UserError(f"only is {options.only!r}; accepted: blocks, model, separated by a comma")
-    rows: list[Row] = [
-        {
-            "environment": environment("cuda"),
-            "rounds": options.rounds,
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": "python -m fp8lab.experiments.bench_telemetry",
-        }
-    ]
-    options.out.mkdir(parents=True, exist_ok=True)
-    for row in measure(groups, options.recipes.split(","), options.rounds):
-        rows.append(row)
-        print(line_of(row), flush=True)
-        text = "".join(to_json(own) + "\n" for own in rows)
-        write_atomically(options.out / "telemetry.jsonl", text)
+    recipes = listed(options.recipes, "--recipes")
+    for recipe in recipes:
+        recipe_named(recipe)
+    check_writable(options.out / ROWS)
+    if not torch.cuda.is_available():
+        raise UserError("the benchmark needs a CUDA device; torch finds none")
+    head: Row = {
+        "environment": environment("cuda"),
+        "rounds": options.rounds,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": "python -m fp8lab.experiments.bench_telemetry",
+    }
+    with NewRows(options.out / ROWS, head) as new:
+        for row in measure(groups, recipes, options.rounds):
+            new.add(row)
+            print(line_of(row), flush=True)
 
 
-def measure(groups: list[str], recipes: list[str], rounds: int) -> Iterator[Row]:
+def measure(groups: Sequence[str], recipes: Sequence[str], rounds: int) -> Iterator[Row]:
     """One row a group and recipe."""
     corpus = load_corpus(None) if "model" in groups else None
     for group in groups:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from fp8lab.conversion import conversion_report
 from fp8lab.data import load_corpus
-from fp8lab.experiments.commands import check_at_least, exit_code, rows_and_figure
+from fp8lab.experiments.commands import Parser, check_at_least, exit_code, rows_and_figure
 from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.plot_fallback import check_rows, draw, table
 from fp8lab.experiments.sittings import Sitting
@@ -146,7 +146,7 @@ def _run_of(row: Row) -> tuple[str, str, int]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, or draw what is there."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="(default 3)")
     parser.add_argument("--steps", type=int, default=160, help="of a run (default 160)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")

@@ -10,7 +10,6 @@ became of one exponent.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,11 @@ from fp8lab.emulation.scaling import (
     record_amax,
     update_delayed,
 )
-from fp8lab.experiments.commands import exit_code
+from fp8lab.errors import UserError
+from fp8lab.experiments.commands import Parser, check_writable, exit_code
+from fp8lab.experiments.new_rows import NewRows
 from fp8lab.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Float8Format
-from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
+from fp8lab.records import Row, environment, read_rows
 
 Float32Array = npt.NDArray[np.float32]
 Policy = Callable[[Float32Array, Float8Format], Float32Array]
@@ -89,6 +90,18 @@ def results() -> list[Row]:
     return rows
 
 
+def check_rows(rows: list[Row], source: Path) -> list[Row]:
+    """The rows of this experiment.
+
+    Raises:
+        UserError: They are something else, or there is none to draw.
+    """
+    keys = {"format", "policy", "exponent", "largest_relative_error", "sqnr_db"}
+    if len(rows) < 2 or "format_error" not in rows[0] or not all(keys <= set(r) for r in rows[1:]):
+        raise UserError(f"{source} holds no rows of format_error, or damaged ones")
+    return rows
+
+
 def draw(rows: list[Row], figure: Path) -> None:
     """Four panels, from rows alone: formats above, policies below; error left, SQNR right."""
     import matplotlib
@@ -143,7 +156,7 @@ def draw(rows: list[Row], figure: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the rows and draw them, or draw the rows that are there."""
-    parser = argparse.ArgumentParser(description="Error and SQNR over the exponent of the input.")
+    parser = Parser(description="Error and SQNR over the exponent of the input.")
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="FOLDER", help="(default figures)"
     )
@@ -151,7 +164,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     figure = given.out / FIGURE
     beside = figure.with_suffix(".jsonl")
-    if not given.draw_only:
+    check_writable(figure)
+    if given.draw_only:
+        rows = check_rows(read_rows(beside), beside)
+    else:
         described = {
             "command": "python -m fp8lab.experiments.format_error",
             "lowest": LOWEST,
@@ -160,10 +176,11 @@ def main(arguments: list[str] | None = None) -> int:
             "seed": SEED,
             "environment": environment("cpu"),
         }
-        rows: list[Row] = [{"format_error": described}, *results()]
-        given.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(beside, "".join(to_json(row) + "\n" for row in rows))
-    draw(read_rows(beside), figure)
+        with NewRows(beside, {"format_error": described}) as new:
+            new.add(*results())
+        rows, beside = new.rows, new.path
+        figure = beside.with_suffix(".png")
+    draw(rows, figure)
     print(f"rows: {beside}\nfigure: {figure}")
     return 0
 

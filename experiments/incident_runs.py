@@ -16,10 +16,8 @@ from torch import Tensor
 from fp8lab.checkpoint import load
 from fp8lab.checkpoint_store import CheckpointStore, checkpoint_name
 from fp8lab.data import Corpus
-from fp8lab.errors import UserError
 from fp8lab.experiments.large_model import LARGE_TRAINING
 from fp8lab.experiments.plot_resume import EARLY
-from fp8lab.experiments.row_checks import are_numbers, checker, is_count, is_number, one_of
 from fp8lab.models import TransformerConfig
 from fp8lab.recipes import OPERANDS, DelayedScaling, recipe_named
 from fp8lab.records import Row, short_float32, to_json
@@ -161,33 +159,6 @@ class Case:
         digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
         name = self.condition.replace(", ", "-").replace(" ", "-")
         return setting.work / f"{name}-seed-{self.seed}-{digest}" / checkpoint_name(setting.before)
-
-
-def check_rows(rows: list[Any], source: Path) -> list[Row]:
-    """The rows of `resume_incident`.
-
-    Raises:
-        UserError: They are something else, or one is not whole.
-    """
-    settings = _check_kinds(rows, source)[0]["resume_incident"]
-    for place, row in enumerate(rows[1:], start=2):
-        lengths = [len(row[key]) for key in ("observed", "overflow", "underflow", "scale")]
-        if len(row["loss"]) != settings.get("after") or len(set(lengths)) > 1:
-            raise UserError(f"{source}, line {place}, is damaged: a list has another length")
-    return rows
-
-
-_check_kinds = checker(
-    "resume_incident",
-    {},
-    {
-        "condition": one_of(*CONDITIONS),
-        "seed": is_count,
-        "variant": one_of("continuous", *LOST),
-        "validation_loss": is_number,
-        **dict.fromkeys(("loss", "observed", "overflow", "underflow", "scale"), are_numbers),
-    },
-)
 
 
 def cases_of(conditions: Sequence[str], seeds: int, variants: Sequence[str]) -> list[Case]:

@@ -11,7 +11,6 @@ machine without a GPU, set TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +22,8 @@ from typing import Any
 
 import torch
 
-from fp8lab.experiments.commands import exit_code
+from fp8lab.errors import UserError
+from fp8lab.experiments.commands import Parser, check_at_least, check_pattern, exit_code
 from fp8lab.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8lab.kernels import casting, scaling, swiglu
 from fp8lab.kernels.launch import (
@@ -263,18 +263,26 @@ def in_processes(function: Callable[[int, int], int], jobs: int) -> int:
         return sum(pool.map(function, range(jobs), [jobs] * jobs))
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--only", default="", help="regular expression of names, for one process")
     parser.add_argument("--settings", action="store_true", help="every launch setting too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    check_at_least(arguments.jobs, 1, "--jobs")
+    check_pattern(arguments.only, "--only")
+    if arguments.only and arguments.jobs > 1:
+        raise UserError(f"--only is for one process; --jobs is {arguments.jobs}")
+    if not interpreted() and not torch.cuda.is_available():
+        raise UserError("kernel_variants needs a CUDA device; without one, set TRITON_INTERPRET=1")
     every = partial(run, settings=arguments.settings)
     if arguments.jobs == 1:
         made = every(only=arguments.only)
     else:
         made = in_processes(every, min(arguments.jobs, os.cpu_count() or 1))
+    if not made:
+        raise UserError(f"--only is {arguments.only!r}, which is in no call's name")
     print(f"{made} calls")
 
 

@@ -31,6 +31,7 @@ from fp8lab.checkpoint_store import find_checkpoint
 from fp8lab.data import Corpus, load_corpus, sample_batch
 from fp8lab.errors import UserError
 from fp8lab.experiments.commands import (
+    Parser,
     check_at_least,
     check_distinct,
     exit_code,
@@ -180,7 +181,7 @@ def do_missing(sitting: Sitting, plan: Plan, corpus: Corpus, layers: list[str]) 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, scan, write rows and figure, and the table into a document."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--recipes", default="tensorwise", metavar="A,B", help="(default %(default)s)"
     )
@@ -206,6 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
         _sit(given, path)
     head, *rows = check_rows(read_rows(path), path)
     rows = [head, *ranked(rows)]
+    if given.document is not None:
+        check_document(given.document, section_of(head["layer_tolerance"]))
     draw(rows, figure)
     text = table(rows)
     print(text)

@@ -9,7 +9,6 @@ figure that is drawn from them to OUT.png; --redraw draws the rows that are ther
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,12 @@ from fp8lab.bridge import to_numpy
 from fp8lab.data import Corpus, load_corpus, sample_batch
 from fp8lab.emulation.adamw_states import AdamState, adamw_state
 from fp8lab.emulation.moments import read_moment, zero_moment
-from fp8lab.experiments.commands import exit_code
+from fp8lab.errors import UserError
+from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code
+from fp8lab.experiments.new_rows import NewRows
 from fp8lab.models import Transformer, TransformerConfig
 from fp8lab.recipes import recipe_named
-from fp8lab.records import Row, environment, read_rows, to_json, write_atomically
+from fp8lab.records import Row, environment, read_rows
 
 MODEL = TransformerConfig(context=32, width=64, layers=1, heads=2)
 BATCH = 16
@@ -61,24 +62,40 @@ PANELS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, record, draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--text", type=Path, help="any file, in place of the plays")
     parser.add_argument("--out", type=Path, default=Path("figures/optimizer-states"))
     parser.add_argument("--redraw", action="store_true")
     options = parser.parse_args(arguments)
     rows_file = options.out.with_suffix(".jsonl")
+    check_at_least(options.steps, 1, "--steps")
+    check_writable(rows_file.with_suffix(".png"))
     if options.redraw:
-        rows = read_rows(rows_file)
+        rows = check_rows(read_rows(rows_file), rows_file)
     else:
         corpus = load_corpus(options.text)
-        rows = [{"environment": environment("cpu"), "corpus": corpus.name, "steps": options.steps}]
-        rows += list(trajectories(corpus, options.steps))
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(rows_file, "".join(to_json(row) + "\n" for row in rows))
-    draw(rows, options.out.with_suffix(".png"))
+        corpus.check_context(MODEL.context)
+        head = {"environment": environment("cpu"), "corpus": corpus.name, "steps": options.steps}
+        with NewRows(rows_file, head) as new:
+            for row in trajectories(corpus, options.steps):
+                new.add(row)
+        rows, rows_file = new.rows, new.path
+    draw(rows, rows_file.with_suffix(".png"))
     for row in [row for row in rows if row.get("step") == rows[0]["steps"]]:
         print(f"{row['format']:<22}" + "  ".join(f"{key} {row[key]:.3g}" for key in PANELS))
+
+
+def check_rows(rows: list[Row], source: Path) -> list[Row]:
+    """The rows of this experiment.
+
+    Raises:
+        UserError: They are something else, or there is none to draw.
+    """
+    keys = {"step", "format", "loss", *PANELS}
+    if len(rows) < 2 or "steps" not in rows[0] or not all(keys <= set(row) for row in rows[1:]):
+        raise UserError(f"{source} holds no rows of optimizer_states, or damaged ones")
+    return rows
 
 
 def trajectories(corpus: Corpus, steps: int) -> Iterator[Row]:
@@ -157,11 +174,14 @@ def draw(rows: list[Row], figure: Path) -> None:
     picture, axes = plt.subplots(2, 3, figsize=(14, 7.5), layout="constrained")
     measured = [row for row in rows if "step" in row]
     for axis, (key, title) in zip(axes.flat, PANELS.items(), strict=False):
+        logarithmic = key in ("distance", "update_error", "weight_norm")
         for colour, name in zip(COLOURS, FORMATS, strict=True):
             own = [row for row in measured if row["format"] == name]
             values = [float(row[key]) for row in own]
+            if logarithmic:  # float32 is at 0 from itself, which has no place there
+                values = [value if value > 0 else float("nan") for value in values]
             axis.plot([row["step"] for row in own], values, color=colour, label=name)
-        if key in ("distance", "update_error", "weight_norm"):
+        if logarithmic:
             axis.set_yscale("log")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")

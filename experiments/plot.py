@@ -18,8 +18,10 @@ from matplotlib.figure import Figure
 
 from fp8lab.errors import UserError
 from fp8lab.experiments.commands import FIGURES as SUFFIXES
+from fp8lab.experiments.commands import check_writable
 from fp8lab.experiments.sweep import check_identity, collect_rows
 from fp8lab.records import Row, number, read_rows, to_json, write_atomically
+from fp8lab.watch_checks import is_row
 
 # Okabe and Ito's colours: told apart by colour-blind readers too. BF16 is black.
 COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
@@ -55,14 +57,27 @@ def draw(source: Path, figure: Path) -> Path:
     check_identity(identity, str(source))
     if not metrics:
         raise UserError(f"no run of {source} is finished; there is nothing to draw yet")
-    if not all({"policy", "seed", "step", "loss"} <= set(row) for row in metrics):
-        raise UserError(f"{source} is damaged: a row lacks policy, seed, step or loss")
+    for place, row in enumerate(metrics, start=2):
+        if fault := _fault_of(row, identity):
+            raise UserError(f"{source} is damaged: row {place} {fault}")
     figure.parent.mkdir(parents=True, exist_ok=True)
     _draw(identity, metrics, figure)
     beside = figure.with_suffix(".jsonl")
     if beside.resolve() != source.resolve():
         write_atomically(beside, "".join(to_json(row) + "\n" for row in rows))
     return beside
+
+
+def _fault_of(row: Row, identity: dict[str, Any]) -> str | None:
+    """Why a row cannot be drawn; None where it can be."""
+    if lacks := [key for key in ("policy", "seed", "step", "loss") if key not in row]:
+        return f"lacks {', '.join(lacks)}"
+    seed = row["seed"]
+    if row["policy"] not in identity["policies"] or not (
+        type(seed) is int and 0 <= seed < identity["seeds"]
+    ):
+        return "is of a policy or seed that the sweep does not have"
+    return None if is_row(row) else "has a step, loss or casts that no run writes"
 
 
 def check_figure(figure: Path, source: Path) -> None:
@@ -75,8 +90,8 @@ def check_figure(figure: Path, source: Path) -> None:
         raise UserError(f"the figure is {str(figure)!r}; accepted: a file in {', '.join(SUFFIXES)}")
     beside = figure.with_suffix(".jsonl")
     for path in (figure, beside):
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; name another --figure")
+        if path.resolve() != source.resolve():  # rows that are only read may be no one's to write
+            check_writable(path, "--figure")
     if figure.resolve() == source.resolve():
         raise UserError(f"the figure would overwrite its rows, {source}; name another --figure")
     if beside.exists() and beside.resolve() != source.resolve():
@@ -97,12 +112,15 @@ def _draw(identity: dict[str, Any], rows: list[Row], figure: Path) -> None:
         (axes[1, 2], "underflow: share of non-zeros lost (0 at 1e-7)", _share("underflow"), True),
     ]
     for axis, title, value, logarithmic in panels:
+        positive = False  # a logarithmic axis without a place for any value cannot be drawn
         for place, policy in enumerate(policies):
             chosen = [row for row in rows if row["policy"] == policy]
             colour = COLOURS[place % len(COLOURS)]
             line = LINES[place // len(COLOURS) % len(LINES)]
-            band(axis, _curve(chosen, value), colour, line, policy)
-        if logarithmic:
+            curve = _curve(chosen, value)
+            band(axis, curve, colour, line, policy)
+            positive |= any(max(found) > 0 for found in curve.values())
+        if logarithmic and positive:
             axis.set_yscale("log")
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("step")
@@ -181,7 +199,7 @@ def _share(key: str) -> Callable[[Row], float | None]:
 
 def _watched(key: str) -> Callable[[Row], float | None]:
     def value(row: Row) -> float | None:
-        cast = row.get("casts", {}).get(WATCHED)
+        cast = (row.get("casts") or {}).get(WATCHED)
         return number(cast[key]) if cast else None
 
     return value

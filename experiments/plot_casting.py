@@ -6,7 +6,6 @@ python -m fp8lab.experiments.plot_casting ROWS --document docs/performance.md
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import exit_code
-from fp8lab.experiments.documents import fill
-from fp8lab.records import Row, read_rows, to_json, write_atomically
+from fp8lab.experiments.commands import Parser, check_suffix, check_writable, exit_code
+from fp8lab.experiments.documents import check_document, fill
+from fp8lab.experiments.new_rows import NewRows, check_same
+from fp8lab.records import Row, read_rows
 
 OURS = "fp8lab"
 COLOURS = {OURS: "#0072B2", "torch": "#D55E00", "torch.compile": "#009E73"}
@@ -163,8 +163,8 @@ def draw(rows: list[Row], figure: Path) -> None:
     # Without the version that matplotlib writes, the same rows give the same file.
     picture.savefig(figure, dpi=110, metadata={"Software": None})
     plt.close(picture)
-    beside = figure.with_suffix(".jsonl")
-    write_atomically(beside, "".join(to_json(row) + "\n" for row in rows))
+    with NewRows(figure.with_suffix(".jsonl"), rows[0]) as beside:
+        beside.add(*rows[1:])
 
 
 def _roofline(axis: Axes, rows: list[Row], rate: float) -> None:
@@ -216,13 +216,19 @@ def _sizes(axis: Axes, rows: list[Row], rate: float) -> None:
     axis.legend()
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("rows", type=Path, help="rows.jsonl of bench_casting")
     parser.add_argument("--figure", type=Path, help="where the plot goes; its rows go beside it")
     parser.add_argument("--document", type=Path, help="whose table is filled")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    if arguments.figure is not None:
+        check_suffix(arguments.figure, (".png",), "--figure")
+        check_writable(arguments.figure, "--figure")
+        check_same(arguments.figure.with_suffix(".jsonl"), {"case": ""}, "--figure")
+    if arguments.document is not None:
+        check_document(arguments.document, SECTION)
     rows: list[dict[str, Any]] = read_rows(arguments.rows)
     if not any(row.get("case") == "copy" for row in rows):
         raise UserError(f"{arguments.rows} holds no rows of bench_casting")

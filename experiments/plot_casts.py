@@ -15,6 +15,8 @@ import numpy.typing as npt
 from matplotlib.colors import LogNorm, Normalize
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import check_writable
+from fp8lab.experiments.new_rows import check_same
 from fp8lab.records import Row, number, to_json, write_atomically
 from fp8lab.watch_rows import Source
 
@@ -44,6 +46,9 @@ def draw_casts(source: Path, figure: Path) -> Path:
     beside = figure.with_suffix(".jsonl")
     if source.resolve() in (figure.resolve(), beside.resolve()):
         raise UserError(f"the figure would overwrite its rows, {source}; name another --figure")
+    for path in (figure, beside):
+        check_writable(path, "--figure")
+    check_same(beside, {"casts": {}}, "--figure")
     runs = Source(source).runs()
     if len(runs) != 1:
         raise UserError(f"{source} holds {len(runs)} runs; name the folder of one of them")

@@ -6,7 +6,6 @@ python -m fp8lab.experiments.plot_optimizer ROWS --document docs/performance.md
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib
@@ -17,8 +16,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import exit_code
-from fp8lab.experiments.documents import fill
+from fp8lab.experiments.commands import Parser, check_suffix, check_writable, exit_code
+from fp8lab.experiments.documents import check_document, fill
 from fp8lab.records import Row, read_rows
 
 PREDICTED, MEASURED, PEER = "#E69F00", "#0072B2", "#999999"
@@ -44,12 +43,18 @@ GOALS: tuple[tuple[str, str, str, float, str, float], ...] = (
 
 def main(arguments: list[str] | None = None) -> None:
     """Draw the picture, fill the document, or both."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", type=Path, help="what the benchmark wrote")
     parser.add_argument("--figure", type=Path, help="where the picture goes")
     parser.add_argument("--document", type=Path, help="whose tables are filled")
     options = parser.parse_args(arguments)
+    if options.figure is not None:
+        check_suffix(options.figure, (".png",), "--figure")
+        check_writable(options.figure, "--figure")
+    if options.document is not None:
+        check_document(options.document, SECTION)
     rows = read_rows(options.rows)
+    _measurements(rows)
     if options.figure is not None:
         draw(rows, options.figure)
     if options.document is not None:

@@ -24,12 +24,7 @@ import torch
 
 from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import (
-    check_distinct,
-    exit_code,
-    listed,
-    rows_and_figure,
-)
+from fp8lab.experiments.commands import Parser, check_distinct, exit_code, listed, rows_and_figure
 from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.plot_curves import check_rows, draw, section, section_name
 from fp8lab.experiments.preset_run import CONTROL, attempt, configuration, head_of
@@ -110,7 +105,7 @@ def _sit(given: argparse.Namespace, path: Path) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--presets", default=",".join(DEFAULT), metavar="A,B", help="(default all)")
     parser.add_argument("--seeds", default="0,1,2", metavar="A,B", help="which (default 0,1,2)")
     parser.add_argument("--steps", type=int, metavar="N", help="(default 200; 2000 with --large)")
@@ -139,6 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0 if given.redraw else _sit(given, path)
     rows = check_rows(read_rows(path), path)
     if given.redraw or len(rows) > 1:
+        if given.document is not None:
+            check_document(given.document, section_name(rows[0]["preset_curves"]["large"]))
         draw(rows, figure)
         print(section(rows))
         if given.document is not None:

@@ -12,7 +12,6 @@ and the foreach kernels, AdamW and Adam with L2, are written to an npz file.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +24,7 @@ import torch
 from fp8lab.bridge import to_numpy
 from fp8lab.emulation.adamw_orders import new_moments, new_param, step_constants
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import exit_code
+from fp8lab.experiments.commands import Parser, check_writable, exit_code
 from fp8lab.optimizer_formats import (
     APEX,
     L2,
@@ -97,9 +96,11 @@ State = tuple[Any, Any, Any, Any]
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the counts; write the golden file when asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--golden", type=Path)
     options = parser.parse_args(arguments)
+    if options.golden is not None:
+        check_writable(options.golden, "--golden")
     if not torch.cuda.is_available():
         raise UserError("the probe needs a CUDA device; torch finds none")
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}")

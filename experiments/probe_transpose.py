@@ -10,7 +10,6 @@ transposed codes lie side by side, and every program writes one run of memory.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,8 @@ import triton.language as tl
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_cases import Case
 from fp8lab.experiments.bench_casting import ELEMENTS, measure, save, table
-from fp8lab.experiments.commands import exit_code
+from fp8lab.experiments.bench_casting import ROWS as FILE
+from fp8lab.experiments.commands import Parser, check_writable, exit_code
 from fp8lab.formats import E4M3
 from fp8lab.kernels.casting import quantize_with_transpose
 from fp8lab.kernels.casting_arithmetic import (
@@ -86,11 +86,13 @@ def cases(elements: int) -> list[Case]:
     return found
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of rows.jsonl")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    if arguments.out is not None:
+        check_writable(arguments.out / FILE)
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA device to measure")
     tried = cases(ELEMENTS)

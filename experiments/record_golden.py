@@ -24,7 +24,7 @@ from fp8lab.bridge import to_numpy, to_torch
 from fp8lab.emulation.matmul import TENSOR_CORES
 from fp8lab.emulation.matmul import matmul as oracle
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import exit_code
+from fp8lab.experiments.commands import Parser, check_writable, exit_code
 from fp8lab.kernels.dot_tile import dot_tile
 from fp8lab.kernels.matmul import matmul
 from fp8lab.records import environment
@@ -300,12 +300,13 @@ def _save(path: Path, stored: dict[str, Array]) -> None:
     print(path, f"{path.stat().st_size / 1e6:.2f} MB")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    """Record what a card gives."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
-    folder = parser.parse_args().out
+    folder = parser.parse_args(arguments).out
+    for name in (EPILOGUES, PRODUCTS):
+        check_writable(folder / name)
     if not torch.cuda.is_available():
         raise UserError("record_golden needs a CUDA device; tests read what it has recorded")
     folder.mkdir(parents=True, exist_ok=True)

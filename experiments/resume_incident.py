@@ -31,7 +31,14 @@ from tqdm import tqdm
 from fp8lab.checkpoint_files import remove_folder
 from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import check_at_least, exit_code, rows_and_figure
+from fp8lab.experiments.commands import (
+    Parser,
+    check_at_least,
+    check_distinct,
+    exit_code,
+    rows_and_figure,
+)
+from fp8lab.experiments.incident_rows import check_rows, without_partner
 from fp8lab.experiments.incident_runs import (
     CONDITIONS,
     LOST,
@@ -39,7 +46,6 @@ from fp8lab.experiments.incident_runs import (
     Setting,
     can_lose,
     cases_of,
-    check_rows,
     row_of,
 )
 from fp8lab.experiments.plot_resume import draw, table
@@ -137,12 +143,13 @@ def variants_named(text: str | None) -> tuple[str, ...]:
         rest = rest[len(name) :].lstrip(", ")
     if not found:
         raise UserError(f"--variants names none; accepted: {'; '.join(LOST)}")
+    check_distinct(tuple(found), "--variants")
     return tuple(found)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing of all conditions and variants, or draw again."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="(default 3)")
     parser.add_argument("--before", type=int, default=120, metavar="N", help="steps (default 120)")
     parser.add_argument("--after", type=int, default=300, metavar="N", help="steps (default 300)")
@@ -167,9 +174,16 @@ def main(arguments: list[str] | None = None) -> None:
     if not given.redraw:
         _sit(given, path)
     rows = check_rows(read_rows(path), path)
-    if len({row.get("variant") for row in rows}) > 2:  # besides the head, something to compare
-        draw(rows, figure)
-        print(table(rows))
+    alone = without_partner(rows[1:])
+    compared = [row for row in rows[1:] if row not in alone]
+    if any(row["variant"] != "continuous" for row in compared):
+        draw([rows[0], *compared], figure)
+        print(table([rows[0], *compared]))
+        for row in alone:
+            print(
+                f"left out: {row['condition']}, seed {row['seed']}: {row['variant']}; its"
+                " continuous run is not there"
+            )
     elif given.redraw:
         raise UserError(f"{path} holds nothing to compare yet; give the command without --redraw")
 

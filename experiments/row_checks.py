@@ -29,17 +29,32 @@ def is_truth(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """A whole number of 64 bits, from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def is_number(value: Any) -> bool:
-    """A number, also one that JSON lacks, as `fp8lab.records.to_json` writes it."""
-    finite = isinstance(value, int | float) and not isinstance(value, bool)
-    return finite or value in ("nan", "inf", "-inf")
+    """A number, also one that JSON lacks, as `fp8lab.records.to_json` writes it.
+
+    A whole number that is beyond float64 is none: nothing can be drawn or averaged with it.
+    """
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, int):
+        return abs(value) < 1 << 1023
+    return isinstance(value, float) or (is_text(value) and value in ("nan", "inf", "-inf"))
 
 
 def are_numbers(value: Any) -> bool:
     return is_list(value) and all(map(is_number, value))
+
+
+def _short(value: Any) -> str:
+    """The beginning of a value, as text; whole numbers may have more digits than Python writes."""
+    try:
+        return str(value)[:40]
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def one_of(*accepted: str) -> Callable[[Any], bool]:
@@ -68,7 +83,7 @@ def checker(experiment: str, head: Kinds, row: Kinds) -> Callable[[list[Any], Pa
                 raise UserError(f"{source}, line {place}, is damaged: it lacks {', '.join(lacks)}")
             for key, is_right in kinds.items():
                 if not is_right(found[key]):
-                    said = str(found[key])[:40]
+                    said = _short(found[key])
                     raise UserError(f"{source}, line {place}, is damaged: {key} is {said!r}")
         return rows
 

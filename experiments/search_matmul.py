@@ -32,7 +32,7 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_matmul import shapes
 from fp8lab.experiments.card_timing import WARM_BURSTS, Launch, against_reference
-from fp8lab.experiments.commands import check_at_least, exit_code, listed
+from fp8lab.experiments.commands import Parser, check_at_least, exit_code, listed
 from fp8lab.experiments.search_matmul_card import Card, Contest
 from fp8lab.experiments.search_matmul_report import report
 from fp8lab.experiments.search_matmul_rows import (
@@ -192,9 +192,7 @@ def _said(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Search, or print the tables of a search."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--modes", default=",".join(MODES), metavar="A,B", help="(default all)")
     parser.add_argument(
         "--shapes",

@@ -178,8 +178,48 @@ def place_of(row: Row) -> tuple[Any, ...]:
     return row["mode"], row["shape"], row["tile"], row["group"]
 
 
+def settings_named(tile: str) -> GluonSettings:
+    """The settings that `tile_name` calls so.
+
+    Raises:
+        ValueError: It calls none so.
+    """
+    sizes, *words = tile.split(" ")
+    block_m, block_n, block_k = map(int, sizes.split("x"))
+    given: dict[str, Any] = {"block_m": block_m, "block_n": block_n, "block_k": block_k}
+    while words:
+        name = words.pop(0)
+        given[name] = True if name == "swap" else int(words.pop(0)) if words else None
+    known = {field.name for field in fields(GluonSettings)} - {"group"}
+    if not set(given) <= known or None in given.values():
+        raise ValueError(f"{tile!r} is no tile's name")
+    settings = GluonSettings(**given)
+    if tile_name(settings) != tile:
+        raise ValueError(f"{tile!r} is no tile's name")
+    return settings
+
+
+def _is_tile(value: Any) -> bool:
+    try:
+        return is_text(value) and settings_named(value) is not None
+    except ValueError:
+        return False
+
+
+def _is_group(value: Any) -> bool:
+    try:
+        return is_count(value) and GluonSettings(group=value) is not None
+    except ValueError:
+        return False
+
+
 def _is_shape(value: Any) -> bool:
-    return is_list(value) and len(value) == 3 and all(map(is_count, value)) and all(value)
+    sizes = is_list(value) and len(value) == 3 and all(map(is_count, value))
+    return sizes and all(0 < size < 1 << 31 for size in value)
+
+
+def _is_environment(value: Any) -> bool:
+    return is_table(value) and is_table(value.get("packages", {}))
 
 
 def _is_search(value: Any) -> bool:
@@ -190,21 +230,23 @@ def _is_search(value: Any) -> bool:
         and is_table(value.get("shapes"))
         and all(map(_is_shape, value["shapes"].values()))
         and is_list(value.get("groups"))
+        and all(map(_is_group, value["groups"]))
         and is_list(value.get("tiles"))
+        and all(map(_is_tile, value["tiles"]))
         and is_count(value.get("rounds"))
         and is_count(value.get("multiprocessors"))
-        and value["multiprocessors"] > 0
+        and 0 < value["multiprocessors"] < 1 << 31
     )
 
 
 _check_kinds = checker(
     EXPERIMENT,
-    {EXPERIMENT: _is_search, "environment": is_table},
+    {EXPERIMENT: _is_search, "environment": _is_environment},
     {
         "mode": is_text,
         "shape": is_text,
-        "tile": is_text,
-        "group": is_count,
+        "tile": _is_tile,
+        "group": _is_group,
         "default": is_truth,
         "reference": one_of(*REFERENCES),
     },
@@ -235,11 +277,15 @@ def check_rows(rows: list[Any], source: Path) -> list[Row]:
         if place_of(row) in seen:
             raise UserError(f"{source}, line {line}, is damaged: {said} stands there twice")
         seen.add(place_of(row))
-        measured = all(_is_positive(row.get(key)) for key in ("ratio", "lowest", "highest"))
-        if not measured and not is_text(row.get("left_out")):
-            raise UserError(f"{source}, line {line}, is damaged: it lacks a ratio")
+        damaged = f"{source}, line {line}, is damaged"
+        if "left_out" in row:
+            if "ratio" in row or not is_text(row["left_out"]):
+                raise UserError(f"{damaged}: left_out is no text, or stands beside a ratio")
+        elif not all(_is_positive(row.get(key)) for key in ("ratio", "lowest", "highest")):
+            raise UserError(f"{damaged}: it lacks a ratio")
     return rows
 
 
 def _is_positive(value: Any) -> bool:
+    """Whether a mean can be taken of it and others."""
     return is_number(value) and 0 < float(value) < float("inf")

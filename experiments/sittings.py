@@ -128,7 +128,9 @@ class Sitting:
             new = _locked(temporary)  # before it has the name: nobody comes between
             try:
                 new.truncate(0)
-                _write(new, "".join(to_json(row) + "\n" for row in (self.head, *rows)), temporary)
+                write_synced(
+                    new, "".join(to_json(row) + "\n" for row in (self.head, *rows)), temporary
+                )
                 temporary.replace(self.path)
             except BaseException:
                 new.close()
@@ -139,7 +141,7 @@ class Sitting:
         self._file, self.rows = new, rows
 
     def _append(self, row: Row) -> None:
-        _write(self._file, to_json(row) + "\n", self.path)
+        write_synced(self._file, to_json(row) + "\n", self.path)
 
     def _cut(self, length: int) -> None:
         """Cut off the end that a kill left; a last row whose line's end is missing gets it."""
@@ -147,7 +149,7 @@ class Sitting:
         if size > length:
             self._file.truncate(length)
         elif size < length:
-            _write(self._file, "\n", self.path)
+            write_synced(self._file, "\n", self.path)
 
 
 def _locked(path: Path) -> FileIO:
@@ -179,7 +181,7 @@ def _has_name(file: FileIO, path: Path) -> bool:
         return False
 
 
-def _write(file: FileIO, text: str, path: Path) -> None:
+def write_synced(file: FileIO, text: str, path: Path) -> None:
     """Append it all and wait until it is on the disk; where that fails the file is as it was."""
     before = os.fstat(file.fileno()).st_size
     left = memoryview(text.encode())

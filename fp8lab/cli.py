@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from fp8lab import __version__
 from fp8lab.cli_checkpoint import add_checkpoint
 from fp8lab.cli_kit import add_new_kernel, add_verify
+from fp8lab.cli_parser import Parser
 from fp8lab.cli_train import add_checkpoint_options, resume_training, start_training
 from fp8lab.cli_watch import add_watch
 from fp8lab.errors import UserError
@@ -27,6 +28,13 @@ from fp8lab.recipes import PRESETS, Recipe, recipe_from_json, recipe_from_toml, 
 
 if TYPE_CHECKING:
     from fp8lab.training_config import TrainingConfig
+
+# Extras of pyproject.toml, the target of the Makefile that installs them, and what they have.
+_RUN = ("torch", "triton", "matplotlib", "joblib", "tqdm", "platformdirs", "safetensors")
+_EXTRAS = (
+    ("kernels,experiments", "sweep", _RUN),
+    ("test", "test", ("hypothesis", "pytest")),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "fp8lab":
             raise
-        extras = "fp8lab[kernels,experiments]"
-        return _mistake(
-            given, f'{error.name} is not installed; install "{extras}" (in a checkout: make sweep)'
-        )
+        return _mistake(given, _missing(error.name))
     except KeyboardInterrupt:
         print(f"\nfp8lab {given.command}: interrupted. {given.after_interrupt}", file=sys.stderr)
         return 130
@@ -60,22 +65,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _missing(module: str) -> str:
+    """What helps where a module is not installed: the extra of pyproject.toml that has it."""
+    package = module.split(".")[0]
+    for extras, target, packages in _EXTRAS:
+        if package in packages:
+            return (
+                f'{package} is not installed; install "fp8lab[{extras}]" (in a checkout: make'
+                f" {target})"
+            )
+    return f"{package} is not installed"
+
+
 def _mistake(given: argparse.Namespace, message: str) -> int:
     """Say in one line what is wrong."""
     print(f"fp8lab {given.command}: {' '.join(message.splitlines())}", file=sys.stderr)
     return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse's parser, but a mistake is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.splitlines())} (see {self.prog} --help)\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = _Parser(prog="fp8lab", description="A laboratory for FP8 training.")
+    parser = Parser(prog="fp8lab", description="A laboratory for FP8 training.")
     parser.add_argument("--version", action="version", version=f"fp8lab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_sweep(commands)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from fp8lab.errors import UserError
 from fp8lab.experiments import bench_blocks
 from fp8lab.experiments.bench_blocks import chosen_variants, kind_of, line_of
 from fp8lab.experiments.block_cases import VARIANTS, Shape, Variant, blocks_step, model_step
+from fp8lab.experiments.commands import exit_code
+from fp8lab.records import Row, read_rows
 
 TINY = Shape(layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, batch=2, length=16)
 OURS = [variant for variant in VARIANTS if variant.stack in ("torch", "fp8lab")]
@@ -77,6 +79,53 @@ def test_an_unknown_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="unknown group 'layers'; accepted: blocks, model"):
         bench_blocks.main(["--groups", "blocks,layers", "--out", str(tmp_path)])
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """Rows in place of measurements; an exception in the list comes after the first one."""
+    raised: list[BaseException] = []
+
+    def measure(chosen: list[Variant], *, rounds: int, groups: list[str]) -> Iterator[Row]:
+        for group in groups:
+            for variant in chosen:
+                row: Row = {"group": group, "graph": False, "variant": variant.name, "ms": 1.0}
+                yield row | {"tokens_per_second": 1, "over_bf16": 1.0, "host_ms": 1.0}
+                if raised:
+                    raise raised[0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_blocks, "environment", lambda device: {"device": device})
+    monkeypatch.setattr(bench_blocks, "measure", measure)
+    return raised
+
+
+@pytest.mark.usefixtures("measured")
+def test_groups_in_any_order_have_one_file(tmp_path: Path) -> None:
+    for groups in ("model,blocks", "blocks,model"):
+        assert exit_code(bench_blocks.main, ["--groups", groups, "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["blocks-model.jsonl"]
+    assert exit_code(bench_blocks.main, ["--groups", "blocks,blocks", "--out", str(tmp_path)]) == 2
+
+
+def test_fewer_rows_do_not_replace_more(
+    tmp_path: Path, measured: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--out", str(tmp_path)]
+    assert exit_code(bench_blocks.main, words) == 0
+    whole = (tmp_path / "blocks.jsonl").read_bytes()
+    one = [*words, "--only", "torch bf16"]
+    assert exit_code(bench_blocks.main, one) == 0
+    assert "it stays as it is, and they are in" in capsys.readouterr().out
+    measured.append(KeyboardInterrupt())
+    assert exit_code(bench_blocks.main, one) == 130
+    beside = tmp_path / "blocks.partial-2.jsonl"
+    assert capsys.readouterr().err == (
+        f"interrupted; rows so far: 1, in {beside}; {tmp_path / 'blocks.jsonl'} is as it was\n"
+    )
+    assert (tmp_path / "blocks.jsonl").read_bytes() == whole
+    for path in (beside, tmp_path / "blocks.partial.jsonl"):
+        assert [row.get("variant") for row in read_rows(path)] == [None, "torch bf16"]
 
 
 @pytest.mark.gpu

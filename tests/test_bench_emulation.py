@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8lab.errors import UserError
 from fp8lab.experiments.bench_emulation import OURS, Case, inputs, main, run_case
 from fp8lab.records import read_rows
 
@@ -57,3 +58,23 @@ def test_inputs_are_shuffled_and_repeat() -> None:
         assert not np.array_equal(first[kind], ordered)
     exponents = np.frexp(first["wide"])[1]
     assert exponents.max() - exponents.min() > 45
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "nope"], "--only is 'nope'; accepted: a part of quantize E4M3"),
+        (["--elements", "1000"], "--elements is 1000; accepted: multiples of 4096"),
+        (["--repeats", "0"], "--repeats is 0; accepted: 1 and up"),
+    ],
+)
+def test_a_mistake_leaves_the_rows_that_are_there(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    out = tmp_path / "x.jsonl"
+    out.write_text('{"bench": {}}\n{"case": "a"}\n')
+    before = out.read_bytes()
+    with pytest.raises(UserError, match=said):
+        main([*words, "--out", str(out)])
+    assert out.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [out]

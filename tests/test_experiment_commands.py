@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import signal
@@ -19,8 +20,10 @@ pytest.importorskip("matplotlib")
 
 from fp8lab.checkpoint import CheckpointError
 from fp8lab.errors import UserError
-from fp8lab.experiments import audit_run, incident_runs, plot_curves, plot_fallback, plot_tolerance
+from fp8lab.experiments import audit_run, incident_rows, plot_curves, plot_fallback, plot_tolerance
 from fp8lab.experiments.commands import exit_code, rows_and_figure
+from fp8lab.experiments.plot import check_figure
+from fp8lab.experiments.plot_casts import draw_casts
 from fp8lab.experiments.preset_run import configuration
 from fp8lab.records import Row, read_rows, to_json
 
@@ -28,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = sorted(
     path.stem
     for path in (ROOT / "experiments").glob("*.py")
-    if "__main__" in path.read_text(encoding="utf-8")
+    if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
 
 
@@ -57,6 +60,17 @@ def test_mistakes_are_one_line(
     found = capsys.readouterr().err
     assert said in found
     assert found.count("\n") == 1
+
+
+def test_notes_say_what_became_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (KeyboardInterrupt(), UserError("x"), OSError(errno.ENOSPC, "No space left")):
+        error.add_note("rows so far: 3,\nin y.jsonl")
+
+        def main(raised: BaseException = error) -> None:
+            raise raised
+
+        assert exit_code(main) in (2, 130)
+        assert capsys.readouterr().err.endswith("; rows so far: 3, in y.jsonl\n")
 
 
 def test_faults_of_the_code_are_no_mistakes() -> None:
@@ -91,6 +105,7 @@ def command(name: str, *options: str) -> list[str]:
         ["audit_run", "--presets", "fp4"],
         ["bench_checkpoint", "--megabytes", "0"],
         ["plot_optimizer", "nowhere.jsonl"],
+        ["search_matmul", "--rounds", "x"],
     ],
 )
 def test_a_process_says_one_line_and_ends_with_2(tmp_path: Path, words: list[str]) -> None:
@@ -100,6 +115,128 @@ def test_a_process_says_one_line_and_ends_with_2(tmp_path: Path, words: list[str
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_option_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"fp8lab.experiments.{name}").main
+    with pytest.raises(SystemExit, match="2"):
+        main(["--nope"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.endswith("--help)\n")
+
+
+FIGURES = str(ROOT / "figures")
+MISTAKES = [
+    "resume_incident --condition nope",
+    "resume_incident --variants exact,exact",
+    "bench_matmul_emulation --sizes 0 0 0",
+    "bench_matmul_emulation --sizes 16 -1 16",
+    "bench_matmul_emulation --sizes 16 16 16 --repeats 0",
+    "bench_matmul_emulation --peers nope",
+    "bench_matmul --seconds nan",
+    "bench_matmul --only nope",
+    "bench_linear_products --tokens 0",
+    "bench_linear_products --seconds 0",
+    "bench_casting --elements 3",
+    "bench_casting --jobs 0",
+    "bench_casting --only [",
+    "bench_telemetry --rounds 0",
+    "bench_telemetry --recipes nope",
+    "bench_telemetry --only blocks,blocks",
+    "bench_optimizer --only nope",
+    "bench_blocks --rounds 0",
+    "bench_blocks --groups blocks,blocks",
+    "bench_checkpoint --folder nope",
+    "bench_checkpoint --repeats 0",
+    "kernel_variants --jobs 0",
+    "kernel_variants --only [",
+    "plot_optimizer /dev/null",
+    f"plot_optimizer {FIGURES}/h200/optimizer.jsonl --figure x.pdf",
+    f"optimizer_states --redraw --out {FIGURES}/sweep",
+    f"bench_emulation --out {FIGURES}/sweep.jsonl",
+]
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_found_before_the_work(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _is_one_line(words.split(), capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "audit_run --out FILE/x.jsonl",
+        "bench_blocks --out FILE",
+        "bench_casting --out FILE",
+        "bench_checkpoint --out FILE/x.jsonl",
+        "bench_emulation --out FILE/x.jsonl",
+        "bench_linear_products --out FILE",
+        "bench_matmul --out FILE",
+        "bench_matmul_emulation --out FILE/x.jsonl",
+        "bench_optimizer --out FILE",
+        "bench_telemetry --out FILE",
+        "fallback_spike --out FILE/x.png",
+        "format_error --out FILE",
+        "layer_tolerance --out FILE/x.png",
+        "optimizer_states --out FILE/x",
+        f"plot_casting {FIGURES}/h200/casting.jsonl --figure FILE/x.png",
+        f"plot_optimizer {FIGURES}/h200/optimizer.jsonl --figure FILE/x.png",
+        "preset_curves --out FILE/x.png",
+        "probe_adamw --golden FILE/x.npz",
+        "probe_transpose --out FILE",
+        "record_golden --out FILE",
+        "resume_incident --out FILE/x.png",
+    ],
+)
+def test_what_cannot_be_written_is_found_before_the_work(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    text = ["--text", str(ROOT / "CONTRIBUTING.md")] if words.startswith("audit_run") else []
+    said = _is_one_line([*words.replace("FILE", str(tmp_path / "file")).split(), *text], capsys)
+    assert "cannot write " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_figure_of_a_sweep_is_looked_at_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*Not a directory; name another --figure"):
+        check_figure(tmp_path / "file" / "x.png", tmp_path / "sweep")
+
+
+def test_a_figure_of_casts_replaces_no_other_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = tmp_path / "x.jsonl"
+    beside.write_text('{"sweep": {}}\n')
+    figure = str(tmp_path / "x.png")
+    said = _is_one_line(
+        ["plot_casting", f"{FIGURES}/h200/casting.jsonl", "--figure", figure], capsys
+    )
+    assert said == f"{beside} holds something else than such rows; name another --figure\n"
+    with pytest.raises(UserError, match="holds something else than such rows"):
+        draw_casts(tmp_path / "run", tmp_path / "x.png")
+    assert beside.read_text() == '{"sweep": {}}\n'
+    assert list(tmp_path.iterdir()) == [beside]
+
+
+def _is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    main = importlib.import_module(f"fp8lab.experiments.{words[0]}").main
+    try:
+        code: object = exit_code(main, words[1:])
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert said.count("\n") == 1
+    assert "needs a CUDA device" not in said
+    return said
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
@@ -137,7 +274,7 @@ def _path() -> dict[str, str]:
         ("fallback-spike", plot_fallback.check_rows),
         ("layer-tolerance", plot_tolerance.check_rows),
         ("h200/layer-tolerance", plot_tolerance.check_rows),
-        ("resume-incident", incident_runs.check_rows),
+        ("resume-incident", incident_rows.check_rows),
         ("h200/preset-curves", plot_curves.check_rows),
         ("h200/audit", audit_run.check_rows),
     ],

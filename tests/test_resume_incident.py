@@ -15,6 +15,7 @@ from fp8lab.checkpoint import CheckpointError
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.errors import UserError
 from fp8lab.experiments import resume_incident
+from fp8lab.experiments.incident_rows import check_rows
 from fp8lab.experiments.incident_runs import (
     CONDITIONS,
     LOST,
@@ -31,7 +32,7 @@ from fp8lab.experiments.incident_runs import (
 from fp8lab.experiments.plot_resume import draw, gaps, table
 from fp8lab.experiments.resume_incident import main, tasks_of, variants_named
 from fp8lab.models import TransformerConfig
-from fp8lab.records import Row, read_rows
+from fp8lab.records import Row, read_rows, to_json
 
 TEXT = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
@@ -223,6 +224,71 @@ def test_rows_that_are_not_whole_are_refused(tmp_path: Path, options: list[str])
         main([*options, "--redraw"])
 
 
+HEAD: Row = {
+    "resume_incident": {"seeds": 1, "before": 4, "after": 3},
+    "corpus": {"name": "x", "sha256": "0"},
+    "environment": {"device": "cpu"},
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "changes", "said"),
+    [
+        (2, {"observed": ["nan", 2, 3]}, "line 3, is damaged: observed"),
+        (2, {"observed": []}, "line 3, is damaged: observed"),
+        (2, {"observed": [0, 1, 2]}, "line 3, is damaged: observed is not steps from 1 to 3"),
+        (2, {"observed": [1, 3, 2]}, "line 3, is damaged: observed is not steps from 1 to 3"),
+        (2, {"observed": [1, 2, 2]}, "line 3, is damaged: observed is not steps from 1 to 3"),
+        (1, {"observed": [1, 2, 10**400]}, "line 2, is damaged: observed"),
+        (2, {"loss": [1.0, 10**400, 1.0]}, "line 3, is damaged: loss"),
+        (2, {"overflow": [1.0, 10**400, 1.0]}, "line 3, is damaged: overflow"),
+        (2, {"underflow": [1.0, 10**400, 1.0]}, "line 3, is damaged: underflow"),
+        (2, {"scale": [1.0, 10**400, 1.0]}, "line 3, is damaged: scale"),
+        (2, {"validation_loss": -(10**400)}, "line 3, is damaged: validation_loss"),
+        (2, {"variant": "continuous"}, "line 3, is damaged: history 16, seed 0: continuous stands"),
+        (0, {"corpus": None}, "line 1, is damaged: corpus"),
+        (0, {"resume_incident": {"after": 3}}, "line 1, is damaged: resume_incident"),
+    ],
+)
+def test_damaged_rows_are_refused(
+    tmp_path: Path, rows: list[Row], place: int, changes: Row, said: str
+) -> None:
+    whole = [HEAD, *rows]
+    assert check_rows(whole, tmp_path) == whole
+    whole[place] = whole[place] | changes
+    with pytest.raises(UserError, match=f"{tmp_path}, {said}"):
+        check_rows(whole, tmp_path)
+    for key in ("corpus", "environment"):
+        with pytest.raises(UserError, match=f"line 1, is damaged: it lacks {key}"):
+            check_rows([{k: v for k, v in HEAD.items() if k != key}, *rows], tmp_path)
+
+
+def test_rows_observed_at_other_steps_are_no_rows_of_one_file(
+    tmp_path: Path, rows: list[Row]
+) -> None:
+    names = ("observed", "overflow", "underflow", "scale")
+    shorter = rows[1] | {name: rows[1][name][:2] for name in names}
+    with pytest.raises(UserError, match="line 3, is damaged: observed has other steps than line 2"):
+        check_rows([HEAD, rows[0], shorter], tmp_path)
+
+
+def test_nothing_is_compared_without_a_continuous_run(
+    tmp_path: Path, rows: list[Row], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    redraw = ["--redraw", "--out", str(path)]
+    path.write_text("".join(to_json(row) + "\n" for row in [HEAD, *rows[1:]]))
+    with pytest.raises(UserError, match="holds nothing to compare yet"):
+        main(redraw)
+    assert not path.with_suffix(".png").exists()
+    alone = rows[2] | {"seed": 1}
+    path.write_text("".join(to_json(row) + "\n" for row in [HEAD, *rows, alone]))
+    main(redraw)
+    said = capsys.readouterr().out
+    assert said.startswith(table([HEAD, *rows]))
+    assert said.endswith("left out: history 16, seed 1: one ulp; its continuous run is not there\n")
+
+
 def test_what_a_sitting_has_to_do(tmp_path: Path) -> None:
     setting = Setting(1, 1, False, None, tmp_path, "text")
     cases = cases_of(["blockwise"], 1, ("exact", "one ulp"))
@@ -268,6 +334,8 @@ def test_what_a_checkpoint_depends_on_is_in_its_path(tmp_path: Path) -> None:
 
 
 def test_variants_by_name() -> None:
+    with pytest.raises(UserError, match=r"--variants names exact, exact; accepted: .* each once"):
+        variants_named("exact,exact")
     assert variants_named(None) == tuple(LOST)
     assert variants_named("exact,no scales, no history,no scales") == (
         "exact",

@@ -33,6 +33,7 @@ from fp8lab.experiments.search_matmul_rows import (
     check_rows,
     identity,
     named_shapes,
+    settings_named,
     tile_name,
 )
 from fp8lab.kernels import matmul_settings
@@ -139,6 +140,11 @@ def test_tiles_have_names_of_their_own() -> None:
     assert len(set(map(tile_name, tiles))) == len(tiles) > 8
     assert tile_name(replace(WIDE_FAST, group=16)) == tile_name(WIDE_FAST) == "128x256x128"
     assert tile_name(GluonSettings(16, 64, drain=4, swap=True)) == "16x64x128 swap drain 4"
+    for one in tiles:
+        assert settings_named(tile_name(one)) == replace(one, group=8)
+    for wrong in ("", "zz", "128x256", "1x256x128", "128x256x128 group 8", "128x256x128 drain"):
+        with pytest.raises(ValueError, match=r"tile's name|invalid literal|not enough|accepted"):
+            settings_named(wrong)
 
 
 def _product_of(mode: Mode, m: int, n: int, k: int) -> Any:
@@ -472,6 +478,17 @@ def test_a_file_is_reported_without_a_card(
         (4, {"highest": "nan"}, "line 5, is damaged: it lacks a ratio"),
         (4, {"default": 1}, "line 5, is damaged: default is '1'"),
         (4, {"reference": "cutlass"}, "line 5, is damaged: reference is 'cutlass'"),
+        (0, {"environment": {"packages": None}}, "line 1, is damaged: environment"),
+        (0, {"environment": {"packages": [1]}}, "line 1, is damaged: environment"),
+        (4, {"left_out": None}, "line 5, is damaged: left_out is no text, or stands beside"),
+        (4, {"left_out": "slow", "ratio": None}, "line 5, is damaged: left_out is no text, or"),
+        (5, {"left_out": []}, "line 6, is damaged: left_out is no text, or stands beside"),
+        (4, {"ratio": 10**400}, "line 5, is damaged: it lacks a ratio"),
+        (4, {"lowest": 10**400}, "line 5, is damaged: it lacks a ratio"),
+        (4, {"tile": "zz"}, "line 5, is damaged: tile is 'zz'"),
+        (4, {"tile": "128x256x128 swap 3"}, "line 5, is damaged: tile is '128x256x128 swap 3'"),
+        (4, {"group": 10**30}, "line 5, is damaged: group is '10000"),
+        (4, {"group": 3}, "line 5, is damaged: group is '3'"),
     ],
 )
 def test_rows_that_are_not_the_heads_are_refused(
@@ -481,6 +498,22 @@ def test_rows_that_are_not_the_heads_are_refused(
     assert check_rows(rows, tmp_path) == rows
     rows[place] |= changes
     with pytest.raises(UserError, match=f"{tmp_path}, {said}"):
+        check_rows(rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shapes", {"cube": [10**400, 8192, 8192], "low": [512, 4096, 4096]}),
+        ("tiles", ["zz"]),
+        ("groups", [10**30]),
+        ("multiprocessors", 10**400),
+    ],
+)
+def test_a_head_that_no_search_writes_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    rows = made_up_rows()
+    rows[0]["search_matmul"][key] = value
+    with pytest.raises(UserError, match="line 1, is damaged: search_matmul"):
         check_rows(rows, tmp_path)
 
 
