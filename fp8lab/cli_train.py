@@ -35,9 +35,9 @@ def add_checkpoint_options(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--keep-best",
         type=int,
-        default=0,
         metavar="N",
-        help="with --keep-last: and the N with the lowest validation loss (default 0)",
+        help="with --keep-last: and the N with the lowest validation loss, of those at validated"
+        " steps (default 0)",
     )
     train.add_argument(
         "--resume",
@@ -82,11 +82,6 @@ def start_training(given: argparse.Namespace, config: TrainingConfig) -> int:
     from fp8lab.training import check_device
 
     check_device(config.device)
-    if given.keep_best and given.keep_last is None:
-        raise UserError(
-            f"--keep-best is {given.keep_best} without --keep-last, so every checkpoint stays; give"
-            " --keep-last, too"
-        )
     if given.fallback is not None:
         config = replace(config, fallback=fallback_from_text(given.fallback))
     if given.keep is not None:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from fp8lab.errors import UserError
 from fp8lab.linear import Fp8Linear, advance_scaling, amax_is_finite
+from fp8lab.loss_scaler import LossScaler
 from fp8lab.observe import note_model
 from fp8lab.ops_gradients import GradientNorm, GradientSummary, gradient_norm
 
@@ -34,93 +35,9 @@ __all__ = [
     "UpdateStep",
     "accumulate_in_float32",
     "gradient_norm",
+    "live_steps",
     "scaler_of",
 ]
-
-
-class LossScaler(nn.Module):
-    """A factor on the loss that keeps small gradients above a narrow format's smallest value.
-
-    Its state is buffers: `state_dict` carries it, `.to(device)` moves it.
-
-    Args:
-        scale: The first factor; also the only one unless `dynamic`. A power of two loses no bit.
-        dynamic: Whether it adapts: times `backoff` after a step whose gradients are not finite,
-            times `growth` after `interval` steps in a row whose gradients are.
-        growth, backoff, interval: See there. As torch's GradScaler has them.
-        smallest, largest: What the scale stays within.
-
-    Attributes:
-        scale: float32, 0-d.
-        good_steps: int32, 0-d: steps since the scale last moved.
-        skipped_steps: int64, 0-d: steps that were skipped.
-
-    Raises:
-        UserError: A number outside its range.
-    """
-
-    scale: Tensor
-    good_steps: Tensor
-    skipped_steps: Tensor
-
-    def __init__(
-        self,
-        scale: float = 65536.0,
-        *,
-        dynamic: bool = False,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-        smallest: float = 2.0**-14,
-        largest: float = 2.0**60,
-    ) -> None:
-        super().__init__()
-        for name, value in (("scale", scale), ("growth", growth), ("backoff", backoff)):
-            if not isinstance(value, Real):
-                raise UserError(f"loss scaler: {name} is {value!r}; accepted: a number")
-        for name, value, accepted, ok in (
-            ("smallest", smallest, "2**-60 and up", smallest >= 2.0**-60),
-            ("largest", largest, f"{smallest} to 2**120", smallest <= largest <= 2.0**120),
-            ("scale", scale, f"{smallest} to {largest}", smallest <= scale <= largest),
-            ("growth", growth, "above 1, up to 2**20", 1 < growth <= 2.0**20),
-            ("backoff", backoff, "above 0 and below 1", 0 < backoff < 1),
-            ("interval", interval, "an integer, 1 and up", interval >= 1 and interval % 1 == 0),
-        ):
-            if not ok:
-                raise UserError(f"loss scaler: {name} is {value}; accepted: {accepted}")
-        self.dynamic = dynamic
-        self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.smallest, self.largest = smallest, largest
-        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float32))
-        self.register_buffer("good_steps", torch.zeros((), dtype=torch.int32))
-        self.register_buffer("skipped_steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, loss: Tensor) -> Tensor:
-        """The scaled loss, in the loss' dtype."""
-        return loss * self.scale.to(loss.dtype)
-
-    @property
-    def inverse_scale(self) -> Tensor:
-        """What unscales: 1 / scale, float32, one element."""
-        return (1.0 / self.scale).reshape(1)
-
-    @torch.no_grad()
-    def update(self, skip: Tensor) -> None:
-        """Move on by one step.
-
-        Args:
-            skip: One int32: not 0 where the step was skipped.
-        """
-        skipped = skip.reshape(()) != 0
-        self.skipped_steps += skipped
-        if not self.dynamic:
-            return
-        good = (self.good_steps + 1).masked_fill(skipped, 0)
-        full = good == self.interval
-        factor = torch.ones_like(self.scale).masked_fill(full, self.growth)
-        factor = factor.masked_fill(skipped, self.backoff)
-        self.scale.copy_((self.scale * factor).clamp(self.smallest, self.largest))
-        self.good_steps.copy_(good.masked_fill(full, 0))
 
 
 class UpdateStep:
@@ -145,6 +62,11 @@ class UpdateStep:
 
     Attributes:
         scaler: As given, or the constant one: `scaler.skipped_steps` counts in both cases.
+        uses: How often it made gradients or took a step: who watches sees that it did.
+        left_scaled: Whether the gradients that lie there are those of the scaled loss.
+
+    Raises:
+        UserError: An argument of another type, or a norm outside its range.
     """
 
     def __init__(
@@ -158,21 +80,44 @@ class UpdateStep:
         number = clip_norm is None or isinstance(clip_norm, Real)
         if not number or (clip_norm is not None and not 0 <= clip_norm < float("inf")):
             raise UserError(f"clip_norm is {clip_norm}; accepted: finite, at least 0, or None")
+        for name, given, accepted, ok in (
+            ("model", model, "a torch.nn.Module", isinstance(model, nn.Module)),
+            (
+                "optimizer",
+                optimizer,
+                "a torch optimizer",
+                hasattr(optimizer, "step") and hasattr(optimizer, "param_groups"),
+            ),
+            ("scaler", scaler, "a LossScaler, or None", isinstance(scaler, LossScaler | None)),
+        ):
+            if not ok:
+                raise UserError(
+                    f"update step: {name} is of type {type(given).__name__}; accepted: {accepted}"
+                )
         self.model, self.optimizer = model, optimizer
+        self.uses, self.left_scaled = 0, True
         self._norm = GradientNorm(clip_norm)
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.scaler = (LossScaler(1.0) if scaler is None else scaler).to(device)
         self._takes_factor = "factor" in inspect.signature(type(optimizer).step).parameters
         self._takes_skip = self._takes_factor and getattr(optimizer, "capturable", False)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            # Weak: a step that is gone scales nothing. Copies and pickles of torch's optimizers
-            # leave it out.
-            owned: Any = optimizer
-            owned._update_step = ref(self)
+        _steps.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copied or pickled state over; the copy is the step of its own optimizer."""
+        self.__dict__.update(state)
+        self.uses = 0
+        _steps.add(self)
 
     def backward(self, loss: Tensor) -> None:
         """Add the scaled gradients of a loss to those that are there."""
+        self.note_use()
         self.scaler(loss).backward()
+
+    def note_use(self) -> None:
+        """Count a use; for who replays what was captured of it, too."""
+        self.uses += 1
+        self.left_scaled = True
 
     def accumulate(
         self, loss: Callable[..., Tensor], inputs: Sequence[Tensor], microbatches: int = 1
@@ -226,6 +171,7 @@ class UpdateStep:
             UserError: No parameter has a gradient.
         """
         grads = self._all_gradients()
+        self.note_use()
         note_model(self.model)
         summary = self._norm(grads, inverse_scale=self.scaler.inverse_scale)
         finite = amax_is_finite(self.model)
@@ -261,6 +207,7 @@ class UpdateStep:
                 return
             for grad in self._gradients():
                 grad.mul_(summary.factor.to(grad.dtype))
+            self.left_scaled = False
             step()
 
     def zero_grad(self) -> None:
@@ -289,14 +236,28 @@ class UpdateStep:
                 yield grad
 
 
-def scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
-    """The loss scaler of the last `UpdateStep` that was made for an optimizer; None without one.
+# All that live, copies too. Weak: a step that is gone scales nothing.
+_steps: WeakSet[UpdateStep] = WeakSet()
 
-    A step that no longer exists counts as none, and a copy of an optimizer has none.
+
+def live_steps() -> list[UpdateStep]:
+    """Every `UpdateStep` that there is now."""
+    return [step for step in list(_steps) if hasattr(step, "optimizer")]
+
+
+def scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
+    """The loss scaler of an optimizer's `UpdateStep`; None where no step of it lives.
+
+    Raises:
+        UserError: It has several, with other scalers: which one scales is not known.
     """
-    found: ref[UpdateStep] | None = getattr(optimizer, "_update_step", None)
-    step = None if found is None else found()
-    return None if step is None else step.scaler
+    found = {id(own.scaler): own.scaler for own in live_steps() if own.optimizer is optimizer}
+    if len(found) > 1:
+        raise UserError(
+            f"the optimizer has UpdateSteps with {len(found)} loss scalers; use the step's own:"
+            " step.scaler"
+        )
+    return next(iter(found.values()), None)
 
 
 def accumulate_in_float32(model: nn.Module) -> None:

@@ -111,6 +111,7 @@ class CapturedStep:
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
         gradients, update = self._graphs
+        self._step.note_use()
         gradients.replay()
         self._optimizer.update_numbers()  # while the device is at work
         update.replay()

@@ -12,13 +12,14 @@ not, bit for bit, on the same kind of machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8lab.checkpoint import Checkpoint, CheckpointError, load
+from fp8lab.checkpoint import Checkpoint, CheckpointError, load, read_manifest
 from fp8lab.checkpoint_store import checkpoint_name, checkpoints_in
 from fp8lab.data import Corpus
 from fp8lab.errors import UserError
@@ -53,10 +54,17 @@ def start_run(
         plan: When it saves.
 
     Raises:
-        UserError: The folder holds something, or the settings do not fit; see `TrainingRun`.
+        UserError: The folder holds something, the settings do not fit, see `TrainingRun`, or the
+            plan keeps what is never written.
     """
-    _check_empty(folder)
     _check_stop(plan, config.steps, done=0)
+    _check_best(plan, config, [], done=0)
+    if plan.keep_last is not None and not plan.saves:
+        raise UserError(
+            f"keep_last is {plan.keep_last}, but no checkpoint is written; give --checkpoint-every,"
+            " too"
+        )
+    _check_empty(folder)
     seed_globals(config.seed)  # they are part of the state: two equal runs have equal states
     run = TrainingRun(config, corpus)
     described = {**config.to_dict(), "corpus": {"name": corpus.name, "sha256": corpus.sha256}}
@@ -78,7 +86,7 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
 
     Args:
         folder: The run's folder; may have been moved.
-        plan: When it saves; what is None or 0 is as the run was started with.
+        plan: When it saves; what is None is as the run was started with.
         text: Where its text lies now, if not where it was.
 
     Raises:
@@ -92,13 +100,14 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
     config = config_from_dict(described, str(source))
     if (folder / "result.json").exists():
         raise UserError(f"the run in {folder} is finished (it has a result.json)")
-    plan = _as_started(plan, described.get("checkpoints", {}))
-    corpus = corpus_again(described.get("corpus", {}), text)
+    plan = _as_started(plan, described.get("checkpoints", {}), source)
+    corpus = corpus_again(described.get("corpus", {}), text, str(source))
     with ExitStack() as resources:
         resources.enter_context(held(folder, "works on the run", "wait for it"))
         checkpoint = _newest(folder, fingerprint_of(config, corpus))
         step = checkpoint.manifest.step
         _check_stop(plan, config.steps, done=step)
+        _check_best(plan, config, checkpoints_in(folder / "checkpoints"), done=step)
         run = TrainingRun(config, corpus)
         saved = dict(checkpoint.state)
         record = saved.pop("check", None)
@@ -122,11 +131,59 @@ def _check_empty(folder: Path) -> None:
         raise UserError(f"{folder} exists and is not empty; choose another --out")
 
 
-def _as_started(plan: CheckpointPlan, before: Mapping[str, Any]) -> CheckpointPlan:
+def _as_started(plan: CheckpointPlan, before: Any, source: Path) -> CheckpointPlan:
     """A plan with what was not given taken from the one that the run was started with."""
-    kept = {name: getattr(plan, name) or before.get(name) for name in ("every", "keep_last")}
-    best = plan.keep_best or before.get("keep_best", 0)
-    return replace(plan, every=kept["every"], keep_last=kept["keep_last"], keep_best=best)
+    if not isinstance(before, dict):
+        raise UserError(f"{source} is damaged: checkpoints is no table")
+    try:
+        kept: dict[str, Any] = {name: before.get(name) for name in _KEPT}
+        started = CheckpointPlan(**kept)
+    except UserError as error:
+        raise UserError(f"{source} is damaged: of checkpoints, {error}") from None
+    missing = [name for name in _KEPT if getattr(plan, name) is None]
+    return replace(plan, **{name: getattr(started, name) for name in missing})
+
+
+def _check_best(
+    plan: CheckpointPlan, config: TrainingConfig, there: Sequence[Path], *, done: int
+) -> None:
+    """Refuse a plan that cannot keep as many of the best as it says.
+
+    Args:
+        plan, config: Of the run.
+        there: Its checkpoints so far.
+        done: Its steps so far.
+    """
+    if not plan.keep_best:
+        return
+    if plan.keep_last is None:
+        raise UserError(
+            f"keep_best is {plan.keep_best} without keep_last, so every checkpoint stays; give"
+            " --keep-last, too"
+        )
+    # Of the run to its end: what stops on the way goes on with the same plan.
+    steps, often = config.steps, config.validate_every
+    count, measured = len(there) + 1, sum(map(_has_metric, there)) + 1  # and that of the last step
+    if plan.every is not None:
+        both = math.lcm(plan.every, often)
+        count += (steps - 1) // plan.every - done // plan.every
+        measured += (steps - 1) // both - done // both
+    stop = plan.stop_after
+    if stop is not None and stop < steps and (plan.every is None or stop % plan.every):
+        count, measured = count + 1, measured + (stop % often == 0)
+    if measured < min(plan.keep_best, count):
+        raise UserError(
+            f"keep_best is {plan.keep_best}, but {measured} of {count} checkpoints are at steps"
+            f" that validate (each {often}th, and the last): let {often} divide"
+            " --checkpoint-every, or give a smaller --keep-best"
+        )
+
+
+def _has_metric(folder: Path) -> bool:
+    try:
+        return read_manifest(folder).metric is not None
+    except CheckpointError:
+        return False
 
 
 def _newest(folder: Path, fingerprint: Mapping[str, Any]) -> Checkpoint:
@@ -145,11 +202,22 @@ def _newest(folder: Path, fingerprint: Mapping[str, Any]) -> Checkpoint:
             )
         return checkpoint
     except CheckpointError as error:
-        if len(found) == 1:
-            raise
-        raise CheckpointError(
-            f"{error} (remove {found[-1].name} to go on from {found[-2].name})"
-        ) from None
+        for place in range(len(found) - 2, -1, -1):
+            if _would_load(found[place], fingerprint):
+                names = ", ".join(path.name for path in found[place + 1 :])
+                raise CheckpointError(
+                    f"{error} (remove {names} to go on from {found[place].name})"
+                ) from None
+        raise
+
+
+def _would_load(folder: Path, fingerprint: Mapping[str, Any]) -> bool:
+    """Whether a run could go on from a checkpoint: nobody is told to remove one in vain."""
+    try:
+        step = load(folder, fingerprint=fingerprint).manifest.step
+    except CheckpointError:
+        return False
+    return folder.name == checkpoint_name(step)
 
 
 def _check_stop(plan: CheckpointPlan, steps: int, *, done: int) -> None:

@@ -77,16 +77,19 @@ def fingerprint_of(config: TrainingConfig, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def corpus_again(said: Mapping[str, Any], text: Path | None) -> Corpus:
+def corpus_again(said: Any, text: Path | None, source: str) -> Corpus:
     """The corpus of a run: the plays, or its text from where it was, or from `text`.
 
     Args:
         said: What config.json says of it: name, sha256, and path where it was a text.
         text: Where the text lies now; None for where it was.
+        source: Where that is said, for messages.
 
     Raises:
-        UserError: It cannot be read, or is another text.
+        UserError: It cannot be read, or is another text, or what is said of it is damaged.
     """
+    if not isinstance(said, dict) or not isinstance(said.get("path", ""), str):
+        raise UserError(f"{source} is damaged: corpus is no table, or its path no text")
     path = text
     if path is None and "path" in said:
         path = Path(said["path"])

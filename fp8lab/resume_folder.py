@@ -29,21 +29,25 @@ class CheckpointPlan:
     Attributes:
         every: Steps between checkpoints; None for none on the way.
         stop_after: The step after which the run stops, with a checkpoint; None for its last.
-        keep_last, keep_best: As in `CheckpointStore`; best is the lowest validation loss.
+        keep_last, keep_best: As in `CheckpointStore`; best is the lowest validation loss, so that
+            only checkpoints of validated steps count. None for all, and for none, or, where a run
+            is resumed, as it was started.
         check: Whether a checkpoint records the resume check's step, and a resumed run takes it.
     """
 
     every: int | None = None
     stop_after: int | None = None
     keep_last: int | None = None
-    keep_best: int = 0
+    keep_best: int | None = None
     check: bool = True
 
     def __post_init__(self) -> None:
         for name, smallest in (("every", 1), ("stop_after", 1), ("keep_last", 1), ("keep_best", 0)):
             value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise UserError(f"{name} is {value}; accepted: {smallest} and up")
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise UserError(f"{name} is {value!r}; accepted: a whole number, {smallest} and up")
 
     @property
     def saves(self) -> bool:
@@ -116,7 +120,7 @@ class FolderRun:
             CheckpointError: A checkpoint could not be written; the rows are there.
         """
         store = CheckpointStore(
-            self.folder / "checkpoints", self.plan.keep_last, self.plan.keep_best
+            self.folder / "checkpoints", self.plan.keep_last, self.plan.keep_best or 0
         )
         with AsyncWriter(store) as writer:
             while self.run.step < self.end and not self.is_finished:

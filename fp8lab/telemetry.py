@@ -32,6 +32,7 @@ from fp8lab.records import Row, short_float32
 from fp8lab.saved_values import table_of, whole_number
 from fp8lab.telemetry_meter import CastMeter
 from fp8lab.telemetry_parameters import ParameterWatch
+from fp8lab.telemetry_scales import GradientScales
 from fp8lab.watched_casts import WatchedCasts
 
 COUNTED = ("elements", "zeros", "nonfinite", "overflow", "underflow")
@@ -50,14 +51,15 @@ class Telemetry:
 
     Args:
         model: What holds the FP8 layers; converted before, and not again.
-        optimizer: For moments; None for none. Or the `UpdateStep`, which knows the optimizer and
-            the loss scaler, so that norms of gradients are those of unscaled ones.
+        optimizer: For moments; None for none. Or the `UpdateStep`, which knows its optimizer. Norms
+            of gradients are unscaled by the `UpdateStep` that is used in the watched step, and left
+            out where none of a parameter's is; see `fp8lab.telemetry_scales`.
         every: Steps between watched ones. The first step is watched, too.
         include: Patterns of `fnmatch`, one of which a layer's name must match.
         sqnr: Whether SQNR, zeros and values that are not finite are shown, too.
         parameters: Whether parameters are watched.
-        scaler: The loss scaler, where an optimizer is given that no `UpdateStep` has: without it
-            norms of gradients are those of scaled ones.
+        scaler: The loss scaler, where the lab's AdamW is given and no `UpdateStep` has it: without
+            it norms of gradients are those of scaled ones.
         sinks: What each row is handed to.
 
     Attributes:
@@ -68,8 +70,8 @@ class Telemetry:
             underflow.
 
     Raises:
-        UserError: A rate that is not a whole number from 1, a pattern that matches no layer, or
-            another scaler than that of the step.
+        UserError: A rate that is not a whole number from 1, a pattern that matches no layer, an
+            argument of another type or of another model, or another scaler than that of the step.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Telemetry:
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UserError(f"telemetry: every is {every!r}; accepted: a whole number, 1 and up")
+        scales = GradientScales(model, optimizer, scaler)
         patterns = patterns_of(include, "telemetry: include")
         self.every, self.sqnr, self.sinks = every, sqnr, tuple(sinks)
         layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in operand_casts(model))
@@ -98,11 +101,7 @@ class Telemetry:
             CastMeter(self._table, row, name.rpartition(".")[2], sums=sqnr)
             for row, name in enumerate(self._casts)
         ]
-        self._parameters = None
-        if parameters:
-            self._parameters = ParameterWatch(
-                model, *_optimizer_and_scaler(optimizer, scaler), patterns
-            )
+        self._parameters = ParameterWatch(model, scales, patterns) if parameters else None
         self._watching = False
         self._before: list[bool] = []  # what `observe` was
         self.steps = self.watched = 0
@@ -117,6 +116,8 @@ class Telemetry:
             yield
         except BaseException:
             self._leave()
+            if self._parameters is not None:
+                self._parameters.forget()
             raise
         self.end_step()
 
@@ -158,6 +159,10 @@ class Telemetry:
         Returns:
             Of a watched step its row: `step`; `casts` by name, see `cast_entry`; `parameters` by
             name, see `fp8lab.telemetry_parameters`. Otherwise None.
+
+        Raises:
+            UserError: By what the gradients are scaled is ambiguous: several UpdateSteps were used,
+                or another one than the one given. The step counts as one that was not watched.
         """
         if not self._watching:
             return None
@@ -251,18 +256,6 @@ def cast_entry(counts: CastCounts, *, full: bool = True) -> dict[str, float]:
         entry["zeros"] = round(counts.share("zeros"), 9)
         entry["nonfinite"] = counts.nonfinite
     return entry
-
-
-def _optimizer_and_scaler(
-    given: Optimizer | UpdateStep | None, scaler: LossScaler | None
-) -> tuple[Optimizer | None, LossScaler | None]:
-    if not isinstance(given, UpdateStep):
-        return given, scaler
-    if scaler is not None and scaler is not given.scaler:
-        raise UserError(
-            "telemetry: the step has another loss scaler than the one given; leave scaler out"
-        )
-    return given.optimizer, given.scaler
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, OperandCast]:

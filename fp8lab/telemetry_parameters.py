@@ -4,7 +4,8 @@ An entry of a parameter has, each where there is such a thing:
 
     weight_norm        after the step
     grad_norm          of `main_grad` or `grad` as it lies there after the step; the lab's AdamW
-                       leaves gradients as they are, so that they are unscaled here, by the scaler
+                       leaves gradients as they are, so that they are unscaled here; left out where
+                       their scale is not known, see `fp8lab.telemetry_scales`
     update_norm        of weight after less weight before, from a copy that a watched step makes:
                        exact for every optimizer, clip, decay and skipped step; costs the memory of
                        the weights on that step
@@ -18,19 +19,18 @@ are integers. Moments that are stored expanded are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fp8lab.conversion_names import is_matched
-from fp8lab.gradients import LossScaler, scaler_of
+from fp8lab.errors import UserError
 from fp8lab.ops_telemetry import Words, magnitude_bins
-from fp8lab.optimizer import AdamW
 from fp8lab.optimizer_formats import MomentFormat
+from fp8lab.telemetry_scales import GradientScales
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,16 +39,15 @@ class ParameterWatch:
     """The parameters of a model on a watched step.
 
     Args:
-        model, optimizer: Whose; None for no moments.
-        scaler: The loss scaler; None for that of the optimizer's `UpdateStep`, if it has one.
+        model: Whose.
+        scales: Of its gradients; the optimizer there is that of the moments.
         patterns: Of `fnmatch`, one of which the name of a parameter's module must match.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
-        scaler: LossScaler | None,
+        scales: GradientScales,
         patterns: Sequence[str],
     ) -> None:
         self._params = {
@@ -56,9 +55,7 @@ class ParameterWatch:
             for name, param in model.named_parameters()
             if param.requires_grad and is_matched(name.rpartition(".")[0], patterns)
         }
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._inverse: Tensor | None = None
+        self._scales = scales
         self._before: list[Tensor] = []
         self._keys: list[tuple[str, str]] = []  # of the numbers, then of the bins
         self._numbers = 0
@@ -70,24 +67,31 @@ class ParameterWatch:
         self._before = [torch.empty_like(own) for own in weights]
         if weights:
             torch._foreach_copy_(self._before, weights)
-        if isinstance(self._optimizer, AdamW):  # others find their gradients unscaled in place
-            scaler = scaler_of(self._optimizer) if self._scaler is None else self._scaler
-            self._inverse = None if scaler is None else scaler.inverse_scale.reshape(()).double()
+        self._scales.begin()
+
+    def forget(self) -> None:
+        """Drop what `begin` kept: the step was not finished."""
+        self._before = []
+        self._scales.forget()
 
     @torch.no_grad()
     def tensors(self) -> list[Tensor]:
-        """Queue all numbers of the step; what `entries` wants on the host."""
+        """Queue all numbers of the step; what `entries` wants on the host.
+
+        Raises:
+            UserError: The scale of the gradients is ambiguous, see `GradientScales.of`.
+        """
         names, weights = list(self._params), self._weights()
         found = _keyed(names, "weight_norm", _norms(weights))
-        grads = {name: own for name, own in self._gradients() if own is not None}
-        norms = _norms(list(grads.values()))
-        if norms and self._inverse is not None:
-            torch._foreach_mul_(norms, self._inverse)
-        found += _keyed(grads, "grad_norm", norms)
+        try:
+            found += self._gradient_norms()
+        except UserError:
+            self.forget()
+            raise
         if weights:
             torch._foreach_sub_(self._before, weights)  # the update with its sign changed
         found += _keyed(names, "update_norm", _norms(self._before))
-        self._before = []
+        self.forget()
         bins: list[tuple[tuple[str, str], Tensor]] = []
         for moment in MOMENTS:
             decoded = {name: self._moment(param, moment) for name, param in self._params.items()}
@@ -115,15 +119,27 @@ class ParameterWatch:
     def _weights(self) -> list[Tensor]:
         return [param.detach() for param in self._params.values()]
 
-    def _gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        for name, param in self._params.items():
-            grad: Tensor | None = getattr(param, "main_grad", None)
+    def _gradient_norms(self) -> list[tuple[tuple[str, str], Tensor]]:
+        names = {id(param): name for name, param in self._params.items()}
+        grads: dict[str, Tensor] = {}
+        unscales: dict[int, tuple[Tensor, list[str]]] = {}  # by identity; one for most models
+        for param, unscale in self._scales.of(self._params.values()):
+            grad = getattr(param, "main_grad", None)
             grad = param.grad if grad is None else grad
-            yield name, None if grad is None else grad.detach()
+            if grad is None:
+                continue
+            grads[name := names[id(param)]] = grad.detach()
+            if unscale is not None:
+                unscales.setdefault(id(unscale), (unscale, []))[1].append(name)
+        norms = dict(zip(grads, _norms(list(grads.values())), strict=True))
+        for unscale, scaled in unscales.values():
+            torch._foreach_mul_([norms[name] for name in scaled], unscale)
+        return _keyed(norms, "grad_norm", list(norms.values()))
 
     def _moment(self, param: Tensor, name: str) -> Tensor | None:
-        state = {} if self._optimizer is None else self._optimizer.state.get(param, {})
-        formats = getattr(self._optimizer, "formats", None)
+        optimizer = self._scales.optimizer
+        state = {} if optimizer is None else optimizer.state.get(param, {})
+        formats = getattr(optimizer, "formats", None)
         return moment_values(state, name, getattr(formats, name, None))
 
 

@@ -290,7 +290,7 @@ def test_a_mistake_of_the_parser_is_one_line(capsys: pytest.CaptureFixture[str])
         (["train", "--recipe", "fp4"], ["unknown policy 'fp4'"]),
         (["train", "--seed", "9" * 30], ["seed is 999"]),
         (["train", "--seed", "-1"], ["seed is -1; accepted: 0 to"]),
-        (["train", "--keep-best", "2"], ["--keep-best is 2 without --keep-last"]),
+        (["train", "--keep-best", "2"], ["keep_best is 2 without keep_last"]),
         (["train", "--exp-avg", "fp4"], ["exp_avg is 'fp4'; accepted: float32, ", "e4m3_128"]),
         (["sweep", "--exp-avg-sq", "e3m4"], ["exp_avg_sq is 'e3m4'; accepted: float32, "]),
         (["train", "--master", "half"], ["master is 'half'; accepted: float32, bfloat16_remain"]),

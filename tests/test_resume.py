@@ -330,7 +330,7 @@ def test_a_stop_that_cannot_be(stopped: Path, stop: int) -> None:
         do(stopped.parent / "new", CONFIG, CheckpointPlan(stop_after=11))
     assert not (stopped.parent / "new").exists()
     for name in ("every", "stop_after", "keep_last"):
-        with pytest.raises(UserError, match=f"{name} is 0; accepted: 1 and up"):
+        with pytest.raises(UserError, match=f"{name} is 0; accepted: a whole number, 1 and up"):
             replace(CheckpointPlan(), **{name: 0})  # type: ignore[arg-type]
 
 
@@ -446,7 +446,7 @@ def test_a_configuration_comes_back_from_its_record() -> None:
         (["--resume", "nowhere", "--steps", "160"], "leave out --steps"),  # the default
         (["--resume", "nowhere", "--recipe=delayed"], "leave out --recipe"),
         (["--resume", "nowhere", "--out", "runs/train"], "leave out --out"),
-        (["--checkpoint-every", "0"], "every is 0; accepted: 1 and up"),
+        (["--checkpoint-every", "0"], "every is 0; accepted: a whole number, 1 and up"),
         (["--stop-after", "200"], "stop_after is 200; accepted: 1 to 160"),
     ],
 )

@@ -187,20 +187,33 @@ def test_another_optimizer_is_unscaled_and_skipped_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [AdamW, torch.optim.SGD])
-def test_an_optimizer_knows_its_last_step_while_that_lives(kind: Any) -> None:
+def test_an_optimizer_knows_its_steps_while_they_live(kind: Any) -> None:
     model = network()
     optimizer, other = kind(model.parameters(), lr=0.1), kind(model.parameters(), lr=0.1)
     assert scaler_of(optimizer) is None
     first, last = (UpdateStep(model, optimizer, scaler=LossScaler(s)) for s in (2.0, 4.0))
-    assert scaler_of(optimizer) is last.scaler
+    with pytest.raises(UserError, match="the optimizer has UpdateSteps with 2 loss scalers; use"):
+        scaler_of(optimizer)
     assert scaler_of(other) is None
     # A copy is nobody's yet, and brings neither step nor model along.
     for own in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert scaler_of(own) is None
     del last
     gc.collect()
-    assert scaler_of(optimizer) is None
-    assert first.optimizer is optimizer
+    assert scaler_of(optimizer) is first.scaler
+
+
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL, None])
+def test_a_copied_step_is_that_of_its_own_optimizer(protocol: int | None) -> None:
+    model = network()
+    step = UpdateStep(model, AdamW(model.parameters()), scaler=LossScaler(2.0))
+    step.backward(model(inputs(0)).square().mean())
+    own: UpdateStep = (
+        copy.deepcopy(step) if protocol is None else pickle.loads(pickle.dumps(step, protocol))
+    )
+    assert scaler_of(own.optimizer) is own.scaler is not step.scaler
+    assert scaler_of(step.optimizer) is step.scaler
+    assert (step.uses, own.uses) == (1, 0)
 
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16_remainder"])
@@ -261,3 +274,12 @@ def test_bad_settings_and_a_step_without_gradients() -> None:
         UpdateStep(model, optimizer, clip_norm=-1.0)
     with pytest.raises(UserError, match="no parameter has a gradient; call `backward`"):
         UpdateStep(model, optimizer)()
+    for given, message in (
+        ((None, optimizer), "model is of type NoneType; accepted: a torch.nn.Module"),
+        ((model, None), "optimizer is of type NoneType; accepted: a torch optimizer"),
+        ((model, model), "optimizer is of type Sequential; accepted: a torch optimizer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            UpdateStep(*given)
+    with pytest.raises(UserError, match="scaler is of type float; accepted: a LossScaler, or None"):
+        UpdateStep(model, optimizer, scaler=2.0)  # type: ignore[arg-type]
