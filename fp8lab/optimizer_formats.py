@@ -98,7 +98,7 @@ TORCH_CUDA = AdamOrder(
     l2="first_rounded",
 )
 # torch.optim.AdamW(foreach=True), and foreach=False, on a CPU with AVX2; measured with torch 2.13.
-# Its root there is MKL's, one unit off in 0.6 to 17 % of the elements, by machine; here the nearest.
+# Its root there is MKL's, one unit off in 0.6 to 17 % of the elements by machine; here the nearest.
 TORCH_FOREACH = AdamOrder(
     "torch_foreach",
     decay="multiply",
