@@ -77,6 +77,8 @@ def rows_and_figure(out: Path) -> tuple[Path, Path]:
     for path in (rows, figure):
         if path.is_dir():
             raise UserError(f"{path} is a folder; name another --out")
+    if not out.exists():  # rows that are there may be for reading alone
+        check_writable(out)
     check_writable(figure)
     return rows, figure
 
