@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from torch.profiler import ProfilerActivity, profile
 from fp8lab.errors import UserError
 from fp8lab.experiments.block_cases import VARIANTS, Shape, Variant, blocks_step, model_step
 from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code, listed
-from fp8lab.experiments.new_rows import NewRows
-from fp8lab.records import Row, environment
+from fp8lab.experiments.new_rows import NewRows, card_head
+from fp8lab.records import Row
 
 BASELINE = "torch bf16"
 STEPS = 3  # timed together
@@ -73,14 +72,10 @@ def main(arguments: list[str] | None = None) -> None:
     check_writable(file)
     if not torch.cuda.is_available():
         raise UserError("the benchmark needs a CUDA device; torch finds none")
-    head: Row = {
-        "environment": environment("cuda"),
-        "rounds": options.rounds,
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": f"python -m fp8lab.experiments.bench_blocks --groups {','.join(groups)}"
-        + (f' --only "{options.only}"' if options.only else ""),
-    }
-    with NewRows(file, head) as new:
+    command = f"python -m fp8lab.experiments.bench_blocks --groups {','.join(groups)}"
+    if options.only:
+        command += f' --only "{options.only}"'
+    with NewRows(file, card_head(command, options.rounds)) as new:
         for row in measure(chosen, rounds=options.rounds, groups=groups):
             new.add(row)
             print(line_of(row), flush=True)

@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ from fp8lab.errors import UserError
 from fp8lab.experiments.audit_run import configuration
 from fp8lab.experiments.block_cases import Shape, Variant, blocks_and_step
 from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code, listed
-from fp8lab.experiments.new_rows import NewRows
+from fp8lab.experiments.new_rows import NewRows, card_head
 from fp8lab.recipes import recipe_named
-from fp8lab.records import Row, environment
+from fp8lab.records import Row
 from fp8lab.telemetry import Telemetry
 from fp8lab.training import TrainingRun
 from fp8lab.training_config import TrainingConfig
@@ -64,13 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
     check_writable(options.out / ROWS)
     if not torch.cuda.is_available():
         raise UserError("the benchmark needs a CUDA device; torch finds none")
-    head: Row = {
-        "environment": environment("cuda"),
-        "rounds": options.rounds,
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": "python -m fp8lab.experiments.bench_telemetry",
-    }
-    with NewRows(options.out / ROWS, head) as new:
+    command = "python -m fp8lab.experiments.bench_telemetry"
+    command += f" --recipes {','.join(recipes)} --only {','.join(groups)}"
+    with NewRows(options.out / ROWS, card_head(command, options.rounds)) as new:
         for row in measure(groups, recipes, options.rounds):
             new.add(row)
             print(line_of(row), flush=True)

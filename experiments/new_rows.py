@@ -7,6 +7,7 @@ fewer. For what several sittings fill see `fp8lab.experiments.sittings`.
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import TracebackType
 from fp8lab.errors import UserError
 from fp8lab.experiments.commands import check_writable
 from fp8lab.experiments.sittings import write_synced
-from fp8lab.records import Row, to_json
+from fp8lab.records import Row, environment, to_json
 
 
 class NewRows:
@@ -94,6 +95,16 @@ class NewRows:
     def _drop(self) -> None:
         self._file.close()
         self._beside.unlink()
+
+
+def card_head(command: str, rounds: int) -> Row:
+    """The first row of a benchmark on a card."""
+    return {
+        "environment": environment("cuda"),
+        "rounds": rounds,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+    }
 
 
 def _begun(path: Path) -> tuple[Path, FileIO]:

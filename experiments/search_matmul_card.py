@@ -113,7 +113,7 @@ class Contest:
             with suppress(Exception):
                 self.launch(settings)(0)
 
-        with _one_launcher_at_a_time(), ThreadPoolExecutor(COMPILERS) as pool:
+        with one_launcher_at_a_time(), ThreadPoolExecutor(COMPILERS) as pool:
             list(pool.map(compile_one, candidates))
         self.check_device()
 
@@ -201,11 +201,12 @@ def _alone(launch: Launch) -> float:
 
 
 @contextmanager
-def _one_launcher_at_a_time() -> Iterator[None]:
-    """Inside, threads may launch what is new.
+def one_launcher_at_a_time() -> Iterator[None]:
+    """Inside, threads may launch what is new: Triton's launchers must not be loaded side by side.
 
-    Triton's launchers are extension modules of one name: threads that load two at a time may take
-    each other's.
+    They are extension modules of one name. Where Python loads one again, it gives the module object
+    that the last one of that name has, and puts its functions there: a thread between loading and
+    reading `launch` would get another kernel's.
     """
     driver: Any = triton.runtime.driver.active
     make, lock = driver.launcher_cls, threading.Lock()

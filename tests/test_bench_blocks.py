@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8lab.errors import UserError
-from fp8lab.experiments import bench_blocks
+from fp8lab.experiments import bench_blocks, new_rows
 from fp8lab.experiments.bench_blocks import chosen_variants, kind_of, line_of
 from fp8lab.experiments.block_cases import VARIANTS, Shape, Variant, blocks_step, model_step
 from fp8lab.experiments.commands import exit_code
@@ -95,7 +95,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
                     raise raised[0]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench_blocks, "environment", lambda device: {"device": device})
+    monkeypatch.setattr(new_rows, "environment", lambda device: {"device": device})
     monkeypatch.setattr(bench_blocks, "measure", measure)
     return raised
 

@@ -6,10 +6,7 @@ Every variant is compiled first, by many threads at a time; then the examples on
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,7 +15,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +29,7 @@ from fp8lab.emulation.matmul import (
     matmul_at,
 )
 from fp8lab.emulation.matmul import matmul as oracle
+from fp8lab.experiments.search_matmul_card import one_launcher_at_a_time
 from fp8lab.formats import E4M3
 from fp8lab.kernels.dot_tile import dot_tile
 from fp8lab.kernels.linear_products import weight_gradient
@@ -288,28 +285,6 @@ def check(variant: Variant, case: Case, seed: int = 0) -> None:
 def can_run(variant: Variant, n: int) -> bool:
     """Whether n lets the result's rows start where the fast kernel can write them."""
     return not isinstance(variant.launch, GluonSettings) or n % 16 == 0
-
-
-@contextmanager
-def one_launcher_at_a_time() -> Iterator[None]:
-    """Inside, threads may launch what is new: Triton's launchers must not be loaded side by side.
-
-    They are extension modules of one name. Where Python loads one again, it gives the module object
-    that the last one of that name has, and puts its functions there: a thread between loading and
-    reading `launch` would get another kernel's.
-    """
-    driver = triton.runtime.driver.active
-    make, lock = driver.launcher_cls, threading.Lock()
-
-    def made(*given: Any) -> Any:
-        with lock:
-            return make(*given)
-
-    driver.launcher_cls = made
-    try:
-        yield
-    finally:
-        driver.launcher_cls = make
 
 
 @pytest.fixture(scope="module", autouse=True)
