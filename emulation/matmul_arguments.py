@@ -66,7 +66,7 @@ def checked(
         b,
         core,
         _checked_accumulator(accumulator, core, (m, n)),
-        _checked_promotion(promote_every, factors, core),
+        _checked_promotion(promote_every, factors, core, k),
         factors,
         _checked_bias(bias, m, n),
         out,
@@ -138,11 +138,14 @@ def _checked_accumulator(
     return start
 
 
-def _checked_promotion(promote_every: int | None, factors: Factors, core: TensorCore) -> int | None:
+def _checked_promotion(
+    promote_every: int | None, factors: Factors, core: TensorCore, k: int
+) -> int | None:
     promote = factors.block_k if promote_every is None else promote_every
     if promote is None:
         return None
-    if factors.block_k not in (None, promote):
+    # No shape tells how long blocks are that there are none of.
+    if k and factors.block_k not in (None, promote):
         raise ValueError(
             f"promote_every is {promote!r}, but the scales have blocks of {factors.block_k} along"
             " K; accepted: that number, or None"

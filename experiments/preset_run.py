@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fp8lab.data import Corpus, load_corpus
-from fp8lab.experiments.incident_runs import move_one_ulp
+from fp8lab.experiments.incident_runs import OF_E, move_one_ulp
 from fp8lab.experiments.large_model import LARGE_TRAINING
 from fp8lab.recipes import recipe_named
 from fp8lab.records import Row, environment
@@ -77,7 +77,7 @@ def finished(config: TrainingConfig, corpus: Corpus) -> Row:
     for parameter in parameters:
         weights.update(parameter.detach().float().cpu().numpy().tobytes())
     if config.recipe.name == CONTROL:
-        move_one_ulp(run.model.get_parameter("tokens.weight"))
+        move_one_ulp(run.model.get_parameter("tokens.weight"), OF_E)
     rows: list[Row] = []
     while run.step < config.steps and not (rows and ends(rows[-1], config)):
         rows.append(run.advance())

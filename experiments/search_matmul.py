@@ -70,9 +70,9 @@ def missing_of(
     """
     done = {place_of(row) for row in rows}
     found = {}
-    for shape, (m, n, _) in search.shapes.items():
+    for shape, sizes in search.shapes.items():
         for mode in search.modes:
-            choice = MODES[mode].choice(m, n, multiprocessors)
+            choice = MODES[mode].choice(*sizes, multiprocessors)
             lacking = [
                 settings
                 for settings in search.candidates(available[mode], choice)
@@ -168,7 +168,7 @@ def run(
             if seconds is not None and clock() - begun >= seconds:
                 break
             mode, sizes = MODES[piece[1]], search.shapes[piece[0]]
-            default = mode.choice(*sizes[:2], count)
+            default = mode.choice(*sizes, count)
             for row in measure(search, piece, candidates, card.contest(mode, sizes), default):
                 sitting.add(row)
                 print(_said(row), flush=True)

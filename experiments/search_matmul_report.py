@@ -61,8 +61,8 @@ def _tables(mode: Mode, ratios: dict[str, dict[str, float]], search: Row) -> Ite
     # A mean over other shapes is another quantity: candidates that have them all come first.
     names = sorted(means, key=lambda name: (-len(by_name[name]), -means[name]))
     today = {
-        shape: candidate_name(identity(mode.choice(m, n, search["multiprocessors"])))
-        for shape, (m, n, _) in search["shapes"].items()
+        shape: candidate_name(identity(mode.choice(m, n, k, search["multiprocessors"])))
+        for shape, (m, n, k) in search["shapes"].items()
     }
     yield "  geometric means"
     for number, name in enumerate(names, start=1):

@@ -41,16 +41,16 @@ class Mode:
     promote: int | None
     scales: Literal["one", "squares", "columns", "mx"]
 
-    def choice(self, m: int, n: int, multiprocessors: int) -> GluonSettings:
+    def choice(self, m: int, n: int, k: int, multiprocessors: int) -> GluonSettings:
         """What a product takes on sm_90 unless told otherwise."""
         return fast_settings(
             m,
             n,
-            promoted=self.promote is not None,
+            k,
+            promote=self.promote,
             blocks=self.scales != "one",
             by_both=self.scales in ("columns", "mx"),
             multiprocessors=multiprocessors,
-            short=self.promote is not None and self.promote < 128,
         )
 
 

@@ -112,7 +112,7 @@ def checked_product(
     """The arguments of `matmul`, checked; it says what they are and what it raises."""
     b_t = _checked_operands(a, b)
     (m, k), n = a.shape, b_t.shape[0]
-    scales = scales_from(inverse_scale_a, inverse_scale_b, m, k, n, a.device)
+    scales = scales_from(inverse_scale_a, inverse_scale_b, m, k, n, a.device, promote_every)
     promote = _checked_promotion(promote_every, scales)
     if accumulator is not None:
         check_tensor("accumulator", accumulator, (torch.float32,))

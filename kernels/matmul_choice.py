@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fp8lab.kernels.matmul_scales import BLOCK
 from fp8lab.kernels.matmul_settings import (
+    BROAD_FAST,
     DEEP_FAST,
     LARGE,
     LEAN_FAST,
     NARROW,
     NARROW_FAST,
+    PAIRED_BROAD_FAST,
+    PAIRED_FAST,
     PROMOTED_CANDIDATES,
     SMALL,
     SMALL_FAST,
     SQUARE,
     SQUARE_FAST,
+    TALL_FAST,
     THIN,
     THIN_DEEP_FAST,
     THIN_DEEP_SHORT_FAST,
@@ -41,6 +46,13 @@ _COSTS = {
 }
 # The same of 128 x 256, where 1x128 by 1x128 is promoted: 128 x 128 takes 1.10 times as long.
 _WIDE_PROMOTED_COST = 0.916
+# Visited in taller groups, large tiles bring operands in from farther away less often.
+_TALL_GROUP = 32
+# The same of promoted products with a scale for each whole operand, or for each row and column. 192
+# rows pay where K is long: of the costs the last whose K is reached.
+_PAIRED_COST = 0.993
+_TALL_COSTS = {0: 1.005, 8192: 0.993, 14336: 0.978}
+_MANY_ROWS = 8192
 
 
 def plain_settings(
@@ -71,26 +83,28 @@ def plain_settings(
 def fast_settings(
     m: int,
     n: int,
+    k: int,
     *,
-    promoted: bool,
+    promote: int | None,
     blocks: bool,
     by_both: bool,
     multiprocessors: int,
-    short: bool = False,
+    matrices: int = 0,
 ) -> GluonSettings:
     """For the fast kernel: by the number of waves of tiles, and what a tile costs.
 
     With up to 64 rows the time is that of reading b, and the tile is as low as the rows allow.
 
     Args:
-        m, n: The result's sizes.
-        promoted: Whether partial sums are.
+        m, n, k: The product's sizes.
+        promote: k of a partial sum that is promoted, or None. With scales of blocks of less than
+            128 of k the widest tile has too few registers.
         blocks: Whether scales are of blocks.
         by_both: Whether each row and each column has its own scales of blocks, 1x128 by 1x128.
         multiprocessors: Of the device.
-        short: Whether partial sums are of less than 128 of k. With scales of blocks the widest tile
-            then has too few registers.
+        matrices: How many are added: an accumulator before, a bias after.
     """
+    promoted = promote is not None
     if m <= 32:
         many = -(-n // 64) > multiprocessors
         if promoted:
@@ -101,16 +115,29 @@ def fast_settings(
     if m <= 64:
         return NARROW_FAST if promoted else DEEP_FAST
     lowest = DEEP_FAST if not promoted else NARROW_FAST if blocks else LEAN_FAST
-    candidates = [SQUARE_FAST, SMALL_FAST, lowest]
-    if ((by_both and not short) or not promoted) and _tiles(WIDE_FAST, m, n) >= multiprocessors:
-        candidates.append(WIDE_FAST)
-    costs = _COSTS | ({WIDE_FAST: _WIDE_PROMOTED_COST} if promoted else {})
+    costs = {settings: _COSTS[settings] for settings in (SQUARE_FAST, SMALL_FAST, lowest)}
+    if promote is None:
+        large = {WIDE_FAST: _COSTS[WIDE_FAST]}
+    elif blocks:
+        large = {WIDE_FAST: _WIDE_PROMOTED_COST} if by_both and promote == BLOCK else {}
+    else:
+        large = _promoted_costs(m, n, k) if promote == BLOCK and not matrices else {}
+    costs |= {s: cost for s, cost in large.items() if _tiles(s, m, n) >= multiprocessors}
 
     def cost(settings: GluonSettings) -> float:
         waves = -(-_tiles(settings, m, n) // multiprocessors)
         return waves * settings.block_m * settings.block_n * costs[settings]
 
-    return min(candidates, key=cost)
+    return min(costs, key=cost)
+
+
+def _promoted_costs(m: int, n: int, k: int) -> dict[GluonSettings, float]:
+    """Large tiles of promoted products, along the longer side, or the rows where they are many."""
+    upright = m >= n or m >= _MANY_ROWS
+    tiles = (PAIRED_FAST, TALL_FAST) if upright else (PAIRED_BROAD_FAST, BROAD_FAST)
+    paired, tall = (replace(tile, group=_TALL_GROUP) for tile in tiles)
+    tall_cost = [cost for least, cost in _TALL_COSTS.items() if k >= least][-1]
+    return {paired: _PAIRED_COST, tall: tall_cost}
 
 
 def _tiles(settings: GluonSettings, m: int, n: int) -> int:

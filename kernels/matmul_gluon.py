@@ -42,9 +42,8 @@ def applies(product: Product) -> bool:
 
 def takes(product: Product, settings: GluonSettings) -> bool:
     """Whether a product that `applies` can be launched with these settings."""
-    matrices = (product.start is not None) + (product.bias_kind == "matrix")
     blocks = product.scales.kind == "blocks"
-    return settings.takes(promote=product.promote, blocks=blocks, matrices=matrices)
+    return settings.takes(promote=product.promote, blocks=blocks, matrices=product.matrices)
 
 
 def _has_e8m0(product: Product) -> bool:

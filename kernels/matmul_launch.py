@@ -95,18 +95,19 @@ def launch_product(product: Product, settings: Settings | None) -> None:
 
 
 def _chosen(product: Product, fast: bool) -> Settings:
-    m, n, _ = product.sizes
+    m, n, k = product.sizes
     promoted, count = product.promote is not None, multiprocessors(product.a.device)
     if fast:
         scales = product.scales
         return _fast_settings(
             m,
             n,
-            promoted=promoted,
+            k,
+            promote=product.promote,
             blocks=scales.kind == "blocks",
             by_both=scales.by_both,
             multiprocessors=count,
-            short=product.promote is not None and product.promote < BLOCK,
+            matrices=product.matrices,
         )
     wide = _wide(product)
     return _plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=count)

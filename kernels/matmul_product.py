@@ -47,6 +47,11 @@ class Product(NamedTuple):
         return "vector" if self.bias.dim() == 1 else "matrix"
 
     @property
+    def matrices(self) -> int:
+        """How many (M, N) are added: an accumulator before, a bias after."""
+        return (self.start is not None) + (self.bias_kind == "matrix")
+
+    @property
     def key(self) -> Hashable:
         """What decides how long it takes: products of one key are alike."""
         given = self.start is not None, self.bias_kind, self.promote

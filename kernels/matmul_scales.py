@@ -76,8 +76,15 @@ def scales_from(
     k: int,
     n: int,
     device: torch.device,
+    promote_every: int | None = None,
 ) -> Scales:
     """Tell by its shape what each scale is for.
+
+    Args:
+        inverse_scale_a, inverse_scale_b: As `fp8lab.kernels.matmul.matmul` takes them.
+        m, k, n: The product's sizes.
+        device: Where the operands are.
+        promote_every: What was asked for; with K = 0 it tells how long blocks would be.
 
     Raises:
         TypeError: Not a tensor of float32 or E8M0.
@@ -86,9 +93,11 @@ def scales_from(
     """
     if inverse_scale_a is None and inverse_scale_b is None:
         return _NONE
-    a = _side("inverse_scale_a", inverse_scale_a, m, k, device, transposed=False)
+    given = (inverse_scale_a, inverse_scale_b)
+    of_none = _length_of_none(given, promote_every)
+    a = _side("inverse_scale_a", inverse_scale_a, m, k, device, of_none, transposed=False)
     # b's scale is like a's with rows and columns swapped.
-    b = _side("inverse_scale_b", inverse_scale_b, n, k, device, transposed=True)
+    b = _side("inverse_scale_b", inverse_scale_b, n, k, device, of_none, transposed=True)
     if a.block_k is not None and b.block_k is not None and a.block_k != b.block_k:
         raise ValueError(
             f"inverse_scale_a has blocks of {a.block_k} along K and inverse_scale_b of"
@@ -117,6 +126,18 @@ def scales_from(
     )
 
 
+def _length_of_none(scales: tuple[torch.Tensor | None, ...], promote_every: int | None) -> int:
+    """How long the blocks are of scales that have none, K being 0: no shape tells.
+
+    They are then what the same arguments with a larger K would be, so that the same settings launch
+    them.
+    """
+    if promote_every is not None and promote_every in (BLOCK, MX_BLOCK):
+        return int(promote_every)
+    e8m0 = any(getattr(scale, "dtype", None) == torch.float8_e8m0fnu for scale in scales)
+    return MX_BLOCK if e8m0 else BLOCK
+
+
 def _table(side: _Side, kind: str) -> tuple[torch.Tensor, bool]:
     """A side's table as the kernel takes it, and whether it is of E8M0."""
     if side.table.dtype != torch.float8_e8m0fnu:
@@ -141,6 +162,7 @@ def _side(
     rows: int,
     k: int,
     device: torch.device,
+    of_none: int,
     *,
     transposed: bool,
 ) -> _Side:
@@ -160,7 +182,7 @@ def _side(
     if shape == (rows, 1):
         return _Side(table, True, None, 1)
     if shape == (rows, blocks):
-        return _Side(table, True, BLOCK, 1)
+        return _Side(table, True, BLOCK if k else of_none, 1)
     if shape == (rows, mx_blocks):
         return _Side(table, True, MX_BLOCK, 1)
     if shape == (row_blocks, blocks):

@@ -300,7 +300,7 @@ def test_256_rows_are_for_products_that_registers_hold(
 
 @pytest.mark.parametrize("shared", ["", "rows", "all"])
 @pytest.mark.parametrize("kinds", ["ee", "ef", "fe", "ff"])
-@pytest.mark.parametrize(("m", "n", "blocks"), [(1, 1030, 1), (5, 3, 4), (2050, 16, 7)])
+@pytest.mark.parametrize(("m", "n", "blocks"), [(1, 1030, 1), (5, 3, 4), (2050, 16, 7), (5, 3, 0)])
 def test_scales_in_whole_stages(
     device: str, kinds: str, shared: str, m: int, n: int, blocks: int
 ) -> None:
@@ -322,7 +322,7 @@ def test_scales_in_whole_stages(
         sides.append(SideScales(given, stride, stride_k, rows))
         expected.append(np.broadcast_to(values, (rows, blocks)))
     tables = by_stage(sides[0], sides[1], blocks, 4)
-    height = -(-blocks // 4) * 4
+    height = max(-(-blocks // 4), 1) * 4
     for table, values, beyond in zip(tables, expected, (-0.0, 0.0), strict=True):
         assert table.shape[0] == height
         assert table.stride(0) % 4 == 0
@@ -350,14 +350,8 @@ def test_one_scale_a_row_is_one_for_each_block(device: str) -> None:
 
 def test_the_widest_tile_is_not_chosen_for_mx() -> None:
     """With scales of 32 of k it spills."""
-    for short, expected in ((False, WIDE_FAST), (True, SQUARE_FAST)):
+    for promote, expected in ((128, WIDE_FAST), (32, SQUARE_FAST)):
         chosen = fast_settings(
-            8192,
-            8192,
-            promoted=True,
-            blocks=True,
-            by_both=True,
-            multiprocessors=132,
-            short=short,
+            8192, 8192, 8192, promote=promote, blocks=True, by_both=True, multiprocessors=132
         )
         assert chosen == expected

@@ -136,6 +136,40 @@ def test_scales(kind: str, device: str, data: st.DataObject) -> None:
     check(product.a, product.b, device, **scales)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("promote", [None, 32, 128])
+def test_scales_of_no_k_at_all(kind: str, promote: int | None, device: str) -> None:
+    """The accumulator stays as it is, or takes the scales that do not depend on K."""
+    length = {"tensor": promote, "vectors": promote, "mx": 32}.get(kind, 128)
+    if promote not in (None, length):
+        pytest.skip("scales of other blocks")
+    none = np.zeros((5, 0), E4M3.dtype), np.zeros((0, 3), E4M3.dtype)
+    start = np.arange(15, dtype=np.float32).reshape(5, 3)
+    options = scales_of(kind, 1, 5, 0, 3) | {"accumulator": start, "promote_every": promote}
+    check(*none, device, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "promote", "length"),
+    [
+        (("float32", "float32"), None, 128),
+        (("float32", "float32"), 32, 32),
+        (("float32", "float32"), 128, 128),
+        (("float8_e8m0fnu", "float8_e8m0fnu"), None, 32),
+        (("float32", "float8_e8m0fnu"), None, 32),
+        (("float8_e8m0fnu", "float8_e8m0fnu"), 128, 128),
+    ],
+)
+def test_how_long_blocks_of_no_k_are(
+    dtypes: tuple[str, str], promote: int | None, length: int
+) -> None:
+    """As with any other K, so that what launches those launches these."""
+    a, b = (torch.empty(0, dtype=getattr(torch, name)) for name in dtypes)
+    device = torch.device("cpu")
+    scales = scales_from(a.view(5, 0), b.view(0, 6), 5, 0, 6, device, promote)
+    assert (scales.kind, scales.block_k) == ("blocks", length)
+
+
 def test_blocks_of_128_rows_and_columns(device: str) -> None:
     a = np.full((130, 140), 1.0, np.float32).astype(E4M3.dtype)
     b = np.full((140, 132), 2.0, np.float32).astype(E5M2.dtype)
@@ -295,22 +329,39 @@ def test_plain_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wid
 
 
 @pytest.mark.parametrize(
-    ("promoted", "blocks", "by_both"),
-    [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
+    ("promote", "blocks", "by_both"),
+    [
+        (None, False, False),
+        (128, False, False),
+        (32, False, False),
+        (128, True, False),
+        (128, True, True),
+        (32, True, True),
+    ],
 )
+@pytest.mark.parametrize("k", [128, 4096, 28672])
+@pytest.mark.parametrize("matrices", [0, 1, 2])
 def test_fast_settings_waste_few_multiprocessors(
-    promoted: bool, blocks: bool, by_both: bool
+    promote: int | None, blocks: bool, by_both: bool, k: int, matrices: int
 ) -> None:
     """Tiles are hardly higher than the rows, and half as many as the smallest would be or more."""
     for m, n in SHAPES:
         chosen = fast_settings(
-            m, n, promoted=promoted, blocks=blocks, by_both=by_both, multiprocessors=132
+            m,
+            n,
+            k,
+            promote=promote,
+            blocks=blocks,
+            by_both=by_both,
+            multiprocessors=132,
+            matrices=matrices,
         )
+        assert chosen.takes(promote=promote, blocks=blocks, matrices=matrices)
         assert chosen.block_m < 2 * max(m, 16) or chosen.block_m == 64
         tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
         smallest = -(-m // 64) * -(-n // 64)
         assert tiles >= min(64, smallest) // 2
-        assert chosen.block_k == 128 or not promoted
+        assert chosen.block_k == 128 or promote is None
 
 
 @pytest.mark.parametrize(
@@ -328,8 +379,38 @@ def test_fast_settings_waste_few_multiprocessors(
 )
 def test_fast_settings_of_blocks(m: int, n: int, by_both: bool, tile: tuple[int, int]) -> None:
     """Wide tiles where each row and each column has its own scales, as measured."""
-    chosen = fast_settings(m, n, promoted=True, blocks=True, by_both=by_both, multiprocessors=132)
+    chosen = fast_settings(
+        m, n, 4096, promote=128, blocks=True, by_both=by_both, multiprocessors=132
+    )
     assert (chosen.block_m, chosen.block_n) == tile
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [
+        (4096, 4096, 4096, (256, 128)),
+        (8192, 8192, 8192, (192, 128)),
+        (4096, 10240, 8192, (128, 256)),
+        (16384, 8192, 28672, (192, 128)),
+        (16384, 10240, 8192, (256, 128)),
+        # A last wave of square tiles is better filled.
+        (4096, 28672, 4096, (128, 128)),
+        # Fewer large tiles than multiprocessors.
+        (512, 4096, 4096, (128, 128)),
+    ],
+)
+def test_fast_settings_of_promoted_products(m: int, n: int, k: int, tile: tuple[int, int]) -> None:
+    """Large tiles in tall groups, along the longer side, where partial sums are of 128 of k."""
+    rest: dict[str, Any] = {"blocks": False, "by_both": False, "multiprocessors": 132}
+    chosen = fast_settings(m, n, k, promote=128, **rest)
+    assert (chosen.block_m, chosen.block_n) == tile
+    assert chosen.group == (32 if 192 in tile or 256 in tile else 8)
+    for other in (
+        fast_settings(m, n, k, promote=128, matrices=1, **rest),
+        fast_settings(m, n, k, promote=64, **rest),
+    ):
+        assert other.block_m <= 128
+        assert other.group == 8
 
 
 def test_which_scales_are_of_both_sides() -> None:

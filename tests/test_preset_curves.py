@@ -19,7 +19,7 @@ from fp8lab.data import Corpus, load_corpus
 from fp8lab.experiments import preset_curves, preset_run
 from fp8lab.experiments.commands import exit_code
 from fp8lab.experiments.documents import markers
-from fp8lab.experiments.incident_runs import move_one_ulp
+from fp8lab.experiments.incident_runs import OF_E, move_one_ulp
 from fp8lab.experiments.plot_curves import draw, paired, section, student_t
 from fp8lab.experiments.preset_curves import DEFAULT, main
 from fp8lab.experiments.preset_run import CONTROL, attempt, configuration, finished
@@ -112,10 +112,10 @@ def test_the_control_is_bf16_with_one_weight_moved(
 ) -> None:
     moved: list[torch.Tensor] = []
 
-    def far(weight: torch.Tensor) -> None:
+    def far(weight: torch.Tensor, place: tuple[int, ...]) -> None:
         # A whole step, not an ulp: twelve steps of a tiny model would not show one.
         moved.append(weight)
-        weight.data[ord("e"), 0] += 1  # of one column: norms take off what all have
+        weight.data[place] += 1  # of one column: norms take off what all have
 
     def row_of(preset: str) -> Row:
         return finished(tiny(preset, 0, steps=12, device="cpu", large=False), corpus)
@@ -133,7 +133,7 @@ def test_the_control_is_bf16_with_one_weight_moved(
 
 def test_one_ulp_is_moved_in_one_place() -> None:
     weight = torch.tensor([[1.0, 2.0]]).repeat(256, 1)
-    move_one_ulp(weight)
+    move_one_ulp(weight, OF_E)
     assert weight[ord("e")].tolist() == [1 + 2**-23, 2.0]
     assert int((weight != torch.tensor([1.0, 2.0])).sum()) == 1
 

@@ -26,6 +26,7 @@ from fp8lab.experiments.incident_runs import (
     cases_of,
     configuration,
     is_observed,
+    one_ulp,
     row_of,
     without,
 )
@@ -102,6 +103,21 @@ def test_parts_are_left_out_by_their_paths() -> None:
     assert without(state, ("model/*.scale",)) == {"model": {"a.w": 1}, "scaler": {"scale": scale}}
     assert without(state, ("scaler",)) == {"model": state["model"]}
     assert without(state, ()) == state
+
+
+@pytest.mark.parametrize(
+    ("large", "name", "place"), [(False, "tokens.weight", (101, 0)), (True, "norm.weight", (0,))]
+)
+def test_one_ulp_is_moved_where_the_loss_feels_it(
+    large: bool, name: str, place: tuple[int, ...]
+) -> None:
+    model = {"tokens.weight": torch.ones(256, 4), "norm.weight": torch.ones(4)}
+    moved = one_ulp({"model": model, "scaler": {}}, large=large)
+    assert moved["scaler"] == {}
+    for key, before in model.items():
+        different = (moved["model"][key] != before).nonzero().tolist()
+        assert different == ([list(place)] if key == name else [])
+    assert moved["model"][name][place] == 1 + 2**-23
 
 
 def test_rows_give_a_table_and_the_same_figure_again(tmp_path: Path, rows: list[Row]) -> None:

@@ -170,8 +170,8 @@ def _product_of(mode: Mode, m: int, n: int, k: int) -> Any:
 @pytest.mark.parametrize("m", [16, 32, 64, 128, 1024])
 def test_todays_choice_is_the_launchers(mode: Mode, m: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("fp8lab.kernels.matmul_launch.multiprocessors", lambda _: 8)
-    for n in (256, 1024):
-        assert mode.choice(m, n, 8) == _chosen(_product_of(mode, m, n, 256), fast=True)
+    for n, k in ((256, 256), (1024, 256), (1024, 8192)):
+        assert mode.choice(m, n, k, 8) == _chosen(_product_of(mode, m, n, k), fast=True)
 
 
 def test_candidates_are_tiles_with_groups_and_the_choice() -> None:
@@ -401,7 +401,7 @@ def made_up_rows() -> list[Row]:
     search = Search(("native", "mx"), SHAPES)
     head = search.head(MULTIPROCESSORS, MadeUpCard().environment())
     rows: list[Row] = [json.loads(to_json(head))]
-    choices = [MODES["native"].choice(m, n, MULTIPROCESSORS) for m, n, _ in SHAPES.values()]
+    choices = [MODES["native"].choice(*sizes, MULTIPROCESSORS) for sizes in SHAPES.values()]
     assert choices == [WIDE_FAST, SQUARE_FAST]
     ratios = {"cube": (1.0, 0.9), "low": (0.5, 0.4)}
     for shape, (m, n, k) in SHAPES.items():
