@@ -49,7 +49,8 @@ class Mode:
             k,
             promote=self.promote,
             blocks=self.scales != "one",
-            by_both=self.scales in ("columns", "mx"),
+            by_row=self.scales != "one",
+            by_column=self.scales in ("columns", "mx"),
             multiprocessors=multiprocessors,
         )
 

@@ -44,15 +44,19 @@ _COSTS = {
     DEEP_FAST: 1.25,
     LEAN_FAST: 1.25,
 }
-# The same of 128 x 256, where 1x128 by 1x128 is promoted: 128 x 128 takes 1.10 times as long.
-_WIDE_PROMOTED_COST = 0.916
 # Visited in taller groups, large tiles bring operands in from farther away less often.
-_TALL_GROUP = 32
-# The same of promoted products with a scale for each whole operand, or for each row and column. 192
-# rows pay where K is long: of the costs the last whose K is reached.
+_GROUP = 32
+_PAIRED, _PAIRED_BROAD, _TALL, _BROAD = (
+    replace(tile, group=_GROUP) for tile in (PAIRED_FAST, PAIRED_BROAD_FAST, TALL_FAST, BROAD_FAST)
+)
+# The same of partial sums of 128 that are promoted. Where scales are not of blocks, 192 rows pay if
+# K is long: of their costs the last counts whose K is reached.
 _PAIRED_COST = 0.993
 _TALL_COSTS = {0: 1.005, 8192: 0.993, 14336: 0.978}
 _MANY_ROWS = 8192
+_ROW_COSTS = {_PAIRED: 0.98}  # scales of blocks, each row its own
+_BOTH_COSTS = {_PAIRED: 0.872, _TALL: 0.872}  # and each column, too
+_WIDE_BOTH_COST = 0.916
 
 
 def plain_settings(
@@ -87,7 +91,8 @@ def fast_settings(
     *,
     promote: int | None,
     blocks: bool,
-    by_both: bool,
+    by_row: bool,
+    by_column: bool,
     multiprocessors: int,
     matrices: int = 0,
 ) -> GluonSettings:
@@ -97,10 +102,9 @@ def fast_settings(
 
     Args:
         m, n, k: The product's sizes.
-        promote: k of a partial sum that is promoted, or None. With scales of blocks of less than
-            128 of k the widest tile has too few registers.
+        promote: k of a partial sum that is promoted, or None.
         blocks: Whether scales are of blocks.
-        by_both: Whether each row and each column has its own scales of blocks, 1x128 by 1x128.
+        by_row, by_column: Whether each row, and each column, has its own scales of blocks.
         multiprocessors: Of the device.
         matrices: How many are added: an accumulator before, a bias after.
     """
@@ -116,12 +120,15 @@ def fast_settings(
         return NARROW_FAST if promoted else DEEP_FAST
     lowest = DEEP_FAST if not promoted else NARROW_FAST if blocks else LEAN_FAST
     costs = {settings: _COSTS[settings] for settings in (SQUARE_FAST, SMALL_FAST, lowest)}
+    large: dict[GluonSettings, float] = {}
     if promote is None:
         large = {WIDE_FAST: _COSTS[WIDE_FAST]}
-    elif blocks:
-        large = {WIDE_FAST: _WIDE_PROMOTED_COST} if by_both and promote == BLOCK else {}
-    else:
-        large = _promoted_costs(m, n, k) if promote == BLOCK and not matrices else {}
+    elif promote == BLOCK:
+        # With scales of less of k the widest tile has too few registers.
+        if by_row and by_column:
+            large = {WIDE_FAST: _WIDE_BOTH_COST}
+        if not matrices:
+            large |= _promoted_costs((m, n, k), blocks=blocks, by_row=by_row, by_column=by_column)
     costs |= {s: cost for s, cost in large.items() if _tiles(s, m, n) >= multiprocessors}
 
     def cost(settings: GluonSettings) -> float:
@@ -131,13 +138,20 @@ def fast_settings(
     return min(costs, key=cost)
 
 
-def _promoted_costs(m: int, n: int, k: int) -> dict[GluonSettings, float]:
-    """Large tiles of promoted products, along the longer side, or the rows where they are many."""
+def _promoted_costs(
+    sizes: tuple[int, int, int], *, blocks: bool, by_row: bool, by_column: bool
+) -> dict[GluonSettings, float]:
+    """Tiles of more than 128 rows, or as many columns, for partial sums of 128."""
+    m, n, k = sizes
+    if blocks:
+        return {} if not by_row else _BOTH_COSTS if by_column else _ROW_COSTS
+    # Along the longer side, or the rows where they are many.
     upright = m >= n or m >= _MANY_ROWS
-    tiles = (PAIRED_FAST, TALL_FAST) if upright else (PAIRED_BROAD_FAST, BROAD_FAST)
-    paired, tall = (replace(tile, group=_TALL_GROUP) for tile in tiles)
-    tall_cost = [cost for least, cost in _TALL_COSTS.items() if k >= least][-1]
-    return {paired: _PAIRED_COST, tall: tall_cost}
+    paired, tall = (_PAIRED, _TALL) if upright else (_PAIRED_BROAD, _BROAD)
+    return {
+        paired: _PAIRED_COST,
+        tall: [cost for least, cost in _TALL_COSTS.items() if k >= least][-1],
+    }
 
 
 def _tiles(settings: GluonSettings, m: int, n: int) -> int:

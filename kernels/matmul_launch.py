@@ -105,7 +105,8 @@ def _chosen(product: Product, fast: bool) -> Settings:
             k,
             promote=product.promote,
             blocks=scales.kind == "blocks",
-            by_both=scales.by_both,
+            by_row=scales.by_row,
+            by_column=scales.by_column,
             multiprocessors=count,
             matrices=product.matrices,
         )

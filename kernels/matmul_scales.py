@@ -40,13 +40,14 @@ class Scales(NamedTuple):
     b_e8m0: bool
 
     @property
-    def by_both(self) -> bool:
-        """Whether each row of a and each column of b has its own entries along K."""
-        return (
-            self.kind == "blocks"
-            and self.rows_per_entry == self.columns_per_entry == 1
-            and 0 not in self.strides
-        )
+    def by_row(self) -> bool:
+        """Whether each row of a has its own entries along K."""
+        return self.kind == "blocks" and self.rows_per_entry == 1 and self.strides[0] != 0
+
+    @property
+    def by_column(self) -> bool:
+        """Whether each column of b has its own entries along K."""
+        return self.kind == "blocks" and self.columns_per_entry == 1 and self.strides[3] != 0
 
 
 _NONE = Scales(None, None, (0, 0, 0, 0), "none", None, 1, 1, False, False)

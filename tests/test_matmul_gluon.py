@@ -352,6 +352,14 @@ def test_the_widest_tile_is_not_chosen_for_mx() -> None:
     """With scales of 32 of k it spills."""
     for promote, expected in ((128, WIDE_FAST), (32, SQUARE_FAST)):
         chosen = fast_settings(
-            8192, 8192, 8192, promote=promote, blocks=True, by_both=True, multiprocessors=132
+            8192,
+            8192,
+            8192,
+            promote=promote,
+            blocks=True,
+            by_row=True,
+            by_column=True,
+            multiprocessors=132,
+            matrices=1,
         )
         assert chosen == expected

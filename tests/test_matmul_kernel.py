@@ -145,8 +145,9 @@ def test_scales_of_no_k_at_all(kind: str, promote: int | None, device: str) -> N
         pytest.skip("scales of other blocks")
     none = np.zeros((5, 0), E4M3.dtype), np.zeros((0, 3), E4M3.dtype)
     start = np.arange(15, dtype=np.float32).reshape(5, 3)
-    options = scales_of(kind, 1, 5, 0, 3) | {"accumulator": start, "promote_every": promote}
-    check(*none, device, **options)
+    options: dict[str, Any] = {"accumulator": start, "promote_every": promote}
+    options |= scales_of(kind, 1, 5, 0, 3)
+    check(none[0], none[1], device, **options)
 
 
 @pytest.mark.parametrize(
@@ -329,20 +330,21 @@ def test_plain_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wid
 
 
 @pytest.mark.parametrize(
-    ("promote", "blocks", "by_both"),
+    ("promote", "blocks", "by_row", "by_column"),
     [
-        (None, False, False),
-        (128, False, False),
-        (32, False, False),
-        (128, True, False),
-        (128, True, True),
-        (32, True, True),
+        (None, False, False, False),
+        (128, False, False, False),
+        (32, False, False, False),
+        (128, True, True, False),
+        (128, True, False, True),
+        (128, True, True, True),
+        (32, True, True, True),
     ],
 )
 @pytest.mark.parametrize("k", [128, 4096, 28672])
 @pytest.mark.parametrize("matrices", [0, 1, 2])
 def test_fast_settings_waste_few_multiprocessors(
-    promote: int | None, blocks: bool, by_both: bool, k: int, matrices: int
+    promote: int | None, blocks: bool, by_row: bool, by_column: bool, k: int, matrices: int
 ) -> None:
     """Tiles are hardly higher than the rows, and half as many as the smallest would be or more."""
     for m, n in SHAPES:
@@ -352,7 +354,8 @@ def test_fast_settings_waste_few_multiprocessors(
             k,
             promote=promote,
             blocks=blocks,
-            by_both=by_both,
+            by_row=by_row,
+            by_column=by_column,
             multiprocessors=132,
             matrices=matrices,
         )
@@ -365,24 +368,34 @@ def test_fast_settings_waste_few_multiprocessors(
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "by_both", "tile"),
+    ("m", "n", "sides", "tile"),
     [
-        (28672, 4096, True, (128, 256)),
-        (4096, 4096, True, (128, 256)),
-        (4096, 4096, False, (128, 128)),
-        # A third wave of wide tiles, or a fifth of square ones, would be hardly filled.
-        (4096, 2304, True, (64, 128)),
-        # Fewer wide tiles than multiprocessors.
-        (1024, 4096, True, (128, 128)),
-        (128, 28672, True, (128, 128)),
+        (28672, 4096, "both", (192, 128)),
+        (4096, 4096, "both", (256, 128)),
+        (8192, 8192, "both", (192, 128)),
+        (4096, 4096, "rows", (256, 128)),
+        (8192, 8192, "rows", (256, 128)),
+        (4096, 4096, "columns", (128, 128)),
+        # Fewer large tiles than multiprocessors.
+        (1024, 4096, "both", (128, 128)),
+        (128, 28672, "both", (128, 128)),
+        (128, 28672, "rows", (128, 128)),
     ],
 )
-def test_fast_settings_of_blocks(m: int, n: int, by_both: bool, tile: tuple[int, int]) -> None:
-    """Wide tiles where each row and each column has its own scales, as measured."""
-    chosen = fast_settings(
-        m, n, 4096, promote=128, blocks=True, by_both=by_both, multiprocessors=132
-    )
+def test_fast_settings_of_blocks(m: int, n: int, sides: str, tile: tuple[int, int]) -> None:
+    """Large tiles where each row has its own scales, as measured."""
+    rest: dict[str, Any] = {
+        "promote": 128,
+        "blocks": True,
+        "by_row": sides != "columns",
+        "by_column": sides != "rows",
+        "multiprocessors": 132,
+    }
+    chosen = fast_settings(m, n, 4096, **rest)
     assert (chosen.block_m, chosen.block_n) == tile
+    added = fast_settings(m, n, 4096, matrices=1, **rest)
+    wide = sides == "both" and m >= 4096
+    assert (added.block_m, added.block_n) == ((128, 256) if wide else (128, 128))
 
 
 @pytest.mark.parametrize(
@@ -401,7 +414,12 @@ def test_fast_settings_of_blocks(m: int, n: int, by_both: bool, tile: tuple[int,
 )
 def test_fast_settings_of_promoted_products(m: int, n: int, k: int, tile: tuple[int, int]) -> None:
     """Large tiles in tall groups, along the longer side, where partial sums are of 128 of k."""
-    rest: dict[str, Any] = {"blocks": False, "by_both": False, "multiprocessors": 132}
+    rest: dict[str, Any] = {
+        "blocks": False,
+        "by_row": False,
+        "by_column": False,
+        "multiprocessors": 132,
+    }
     chosen = fast_settings(m, n, k, promote=128, **rest)
     assert (chosen.block_m, chosen.block_n) == tile
     assert chosen.group == (32 if 192 in tile or 256 in tile else 8)
@@ -413,15 +431,22 @@ def test_fast_settings_of_promoted_products(m: int, n: int, k: int, tile: tuple[
         assert other.group == 8
 
 
-def test_which_scales_are_of_both_sides() -> None:
-    """One for each row, each column and 128 of k; not one that all rows, or 128, share."""
-    blocks = torch.ones(3, 5).t()
-    squares = torch.ones(1, 3)
+def test_which_scales_are_of_each_row_and_column() -> None:
+    """Not one that all rows, or 128, share."""
+    blocks, square, one = torch.ones(3, 5).t(), torch.ones(3, 1), torch.ones(())
     alike = (5, 384, 6, torch.device("cpu"))
-    assert scales_from(blocks, torch.ones(3, 6), *alike).by_both
-    assert not scales_from(blocks, squares.t(), *alike).by_both
-    assert not scales_from(blocks, torch.ones(()), *alike).by_both
-    assert not scales_from(torch.ones(5, 1), torch.ones(1, 6), *alike).by_both
+    for a, b, expected in (
+        (blocks, torch.ones(3, 6), (True, True)),
+        (blocks, square, (True, False)),
+        (blocks, one, (True, False)),
+        (square.t(), torch.ones(3, 6), (False, True)),
+        (one, torch.ones(3, 6), (False, True)),
+        (torch.ones(5, 1), torch.ones(3, 6), (True, True)),
+        (torch.ones(5, 1), torch.ones(1, 6), (False, False)),  # not of blocks
+        (one, one, (False, False)),
+    ):
+        scales = scales_from(a, b, *alike)
+        assert (scales.by_row, scales.by_column) == expected
 
 
 def test_tuned_products_are_told_apart_by_their_scales() -> None:
