@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
+from statistics import geometric_mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +28,11 @@ from fp8lab.experiments.search_matmul import ROWS, estimate, run
 from fp8lab.experiments.search_matmul_card import Card, Contest
 from fp8lab.experiments.search_matmul_report import report
 from fp8lab.experiments.search_matmul_rows import (
+    EXPERIMENT,
     MODES,
     Mode,
     Search,
+    candidate_name,
     check_rows,
     identity,
     named_shapes,
@@ -53,6 +56,7 @@ from fp8lab.records import Row, read_rows, to_json
 
 NAMES = list("abcdefgh")
 MULTIPROCESSORS = 132
+FIGURES = Path(__file__).parent.parent / "figures" / "h200"
 SHAPES = {"cube": (8192, 8192, 8192), "low": (512, 4096, 4096)}
 
 
@@ -531,6 +535,26 @@ def test_the_estimate_counts_visits_and_bursts() -> None:
     pieces = [[SQUARE_FAST] * 8] * 12
     search = Search(("native",), SHAPES)
     assert estimate(search, pieces) == pytest.approx(12 * (81 + WARM_BURSTS) * 0.025)
+
+
+@pytest.mark.parametrize("name", ["search-matmul", "search-matmul-native", "search-matmul-blocks"])
+def test_todays_choice_is_as_good_as_any_one_candidate(name: str) -> None:
+    """Over the shapes that were searched on an H200; else the choice is not what its rows say."""
+    path = FIGURES / f"{name}.jsonl"
+    head, *rows = check_rows(read_rows(path), path)
+    search = head[EXPERIMENT]
+    for mode in search["modes"]:
+        ratios: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if row["mode"] == mode and "ratio" in row:
+                ratios.setdefault(row["shape"], {})[candidate_name(row)] = row["ratio"]
+        chosen = []
+        for shape, (m, n, k) in search["shapes"].items():
+            settings = MODES[mode].choice(m, n, k, search["multiprocessors"])
+            chosen.append(ratios[shape][candidate_name(identity(settings))])
+        for candidate in set.intersection(*(set(found) for found in ratios.values())):
+            alone = [found[candidate] for found in ratios.values()]
+            assert geometric_mean(chosen) >= geometric_mean(alone), candidate
 
 
 @pytest.mark.gpu
