@@ -36,7 +36,6 @@ __all__ = [
     "accumulate_in_float32",
     "gradient_norm",
     "live_steps",
-    "scaler_of",
 ]
 
 
@@ -243,21 +242,6 @@ _steps: WeakSet[UpdateStep] = WeakSet()
 def live_steps() -> list[UpdateStep]:
     """Every `UpdateStep` that there is now."""
     return [step for step in list(_steps) if hasattr(step, "optimizer")]
-
-
-def scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
-    """The loss scaler of an optimizer's `UpdateStep`; None where no step of it lives.
-
-    Raises:
-        UserError: It has several, with other scalers: which one scales is not known.
-    """
-    found = {id(own.scaler): own.scaler for own in live_steps() if own.optimizer is optimizer}
-    if len(found) > 1:
-        raise UserError(
-            f"the optimizer has UpdateSteps with {len(found)} loss scalers; use the step's own:"
-            " step.scaler"
-        )
-    return next(iter(found.values()), None)
 
 
 def accumulate_in_float32(model: nn.Module) -> None:
