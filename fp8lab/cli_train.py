@@ -1,4 +1,4 @@
-"""What `fp8lab train` does: a run in a folder, with checkpoints, begun or gone on with."""
+"""`fp8lab train`: a run in a folder, with checkpoints, begun or gone on with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fp8lab.cli_options import add_training_options, training_config
 from fp8lab.errors import UserError
+from fp8lab.recipes import PRESETS, Recipe, recipe_from_json, recipe_from_toml, recipe_named
 
 if TYPE_CHECKING:
     from fp8lab.resume import CheckpointPlan, FolderRun
@@ -18,8 +20,35 @@ if TYPE_CHECKING:
 _WITH_RESUME = ("checkpoint_every", "stop_after", "keep_last", "keep_best", "unchecked", "text")
 
 
-def add_checkpoint_options(train: argparse.ArgumentParser) -> None:
-    """Add the options about checkpoints to the parser of `train`."""
+def add_train(commands: Any) -> None:
+    """Add `train` to the commands."""
+    train = commands.add_parser(
+        "train", help="train one model", description="Train the small transformer with one recipe."
+    )
+    train.add_argument(
+        "--recipe",
+        default="delayed",
+        metavar="NAME|FILE",
+        help=f"{', '.join(PRESETS)} (settings after colons), or a .json or .toml file"
+        " (default delayed)",
+    )
+    train.add_argument("--seed", type=int, default=0, metavar="S", help="(default 0)")
+    add_training_options(train)
+    train.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train"),
+        metavar="FOLDER",
+        help="(default runs/train)",
+    )
+    _add_checkpoint_options(train)
+    train.set_defaults(
+        run=_train,
+        after_interrupt="The rows so far are in metrics.jsonl; --resume goes on from a checkpoint.",
+    )
+
+
+def _add_checkpoint_options(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (default none)"
     )
@@ -74,7 +103,30 @@ def add_checkpoint_options(train: argparse.ArgumentParser) -> None:
     train.set_defaults(train_parser=train)
 
 
-def start_training(given: argparse.Namespace, config: TrainingConfig) -> int:
+def _train(given: argparse.Namespace) -> int:
+    if given.resume is not None:
+        return _resume(given)
+    return _start(given, training_config(given, _recipe(given.recipe), given.seed))
+
+
+def _recipe(name: str) -> Recipe:
+    readers = {".json": recipe_from_json, ".toml": recipe_from_toml}
+    path = Path(name)
+    if path.suffix not in readers:
+        if path.is_file():
+            raise UserError(
+                f"recipe {name} is a file; accepted: files in .json or .toml, or a name"
+            )
+        return recipe_named(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the recipe {name}: {reason}") from None
+    return readers[path.suffix](text, source=name)
+
+
+def _start(given: argparse.Namespace, config: TrainingConfig) -> int:
     """Begin a run; returns the exit code."""
     from fp8lab.data import load_corpus
     from fp8lab.fallback_run import fallback_from_text
@@ -95,7 +147,7 @@ def start_training(given: argparse.Namespace, config: TrainingConfig) -> int:
         return _do(run)
 
 
-def resume_training(given: argparse.Namespace) -> int:
+def _resume(given: argparse.Namespace) -> int:
     """Go on with a run; returns the exit code.
 
     Raises:

@@ -88,6 +88,8 @@ HEIGHTS = {
     "fp8lab.gates": 4,
     "fp8lab.experiments": 4,
     "fp8lab.cli": 5,
+    "fp8lab.cli_options": 5,
+    "fp8lab.cli_sweep": 5,
     "fp8lab.cli_train": 5,
     "fp8lab.cli_watch": 5,
     "fp8lab.__main__": 6,
