@@ -44,18 +44,13 @@ _COSTS = {
     DEEP_FAST: 1.25,
     LEAN_FAST: 1.25,
 }
-# Visited in taller groups, large tiles bring operands in from farther away less often.
-_GROUP = 32
-_PAIRED, _PAIRED_BROAD, _TALL, _BROAD = (
-    replace(tile, group=_GROUP) for tile in (PAIRED_FAST, PAIRED_BROAD_FAST, TALL_FAST, BROAD_FAST)
-)
 # The same of partial sums of 128 that are promoted. Where scales are not of blocks, 192 rows pay if
 # K is long: of their costs the last counts whose K is reached.
 _PAIRED_COST = 0.993
 _TALL_COSTS = {0: 1.005, 8192: 0.993, 14336: 0.978}
 _MANY_ROWS = 8192
-_ROW_COSTS = {_PAIRED: 0.98}  # scales of blocks, each row its own
-_BOTH_COSTS = {_PAIRED: 0.872, _TALL: 0.872}  # and each column, too
+_ROW_COSTS = {PAIRED_FAST: 0.98}  # scales of blocks, each row its own
+_BOTH_COSTS = {PAIRED_FAST: 0.872, TALL_FAST: 0.872}  # and each column, too
 _WIDE_BOTH_COST = 0.916
 
 
@@ -147,7 +142,7 @@ def _promoted_costs(
         return {} if not by_row else _BOTH_COSTS if by_column else _ROW_COSTS
     # Along the longer side, or the rows where they are many.
     upright = m >= n or m >= _MANY_ROWS
-    paired, tall = (_PAIRED, _TALL) if upright else (_PAIRED_BROAD, _BROAD)
+    paired, tall = (PAIRED_FAST, TALL_FAST) if upright else (PAIRED_BROAD_FAST, BROAD_FAST)
     return {
         paired: _PAIRED_COST,
         tall: [cost for least, cost in _TALL_COSTS.items() if k >= least][-1],

@@ -26,7 +26,13 @@ from fp8lab.kernels.matmul_gluon import gluon_plan
 from fp8lab.kernels.matmul_gluon_scales import SideScales, by_block, by_stage
 from fp8lab.kernels.matmul_launch import candidates_for, launch_product
 from fp8lab.kernels.matmul_product import Product
-from fp8lab.kernels.matmul_settings import SQUARE_FAST, WIDE_FAST, GluonSettings
+from fp8lab.kernels.matmul_settings import (
+    PAIRED_BROAD_FAST,
+    PAIRED_FAST,
+    SQUARE_FAST,
+    WIDE_FAST,
+    GluonSettings,
+)
 from fp8lab.testing import assert_bits_equal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -263,12 +269,11 @@ def product_of(**options: Any) -> Product:
     return checked_product(a, b.t(), **options)
 
 
-@pytest.mark.parametrize(("m", "n"), [(256, 128), (128, 256)])
+@pytest.mark.parametrize("settings", [PAIRED_FAST, PAIRED_BROAD_FAST], ids=str)
 def test_256_rows_are_for_products_that_registers_hold(
-    m: int, n: int, monkeypatch: pytest.MonkeyPatch
+    settings: GluonSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul_launch, "_is_fast", lambda product: True)
-    settings = GluonSettings(m, n, swap=m == 128)
     both = {"inverse_scale_a": torch.ones(512, 2), "inverse_scale_b": torch.ones(2, 384)}
     mx = {"inverse_scale_a": torch.ones(512, 8), "inverse_scale_b": torch.ones(8, 384)}
     matrix = torch.zeros(512, 384)
