@@ -113,7 +113,7 @@ def checked_product(
     b_t = _checked_operands(a, b)
     (m, k), n = a.shape, b_t.shape[0]
     scales = scales_from(inverse_scale_a, inverse_scale_b, m, k, n, a.device, promote_every)
-    promote = _checked_promotion(promote_every, scales)
+    promote = _checked_promotion(promote_every, scales, k)
     if accumulator is not None:
         check_tensor("accumulator", accumulator, (torch.float32,))
         _check_place("accumulator", accumulator, ((m, n),), a.device)
@@ -153,20 +153,20 @@ def _checked_operands(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return b_t
 
 
-def _checked_promotion(promote_every: int | None, scales: Scales) -> int | None:
-    if scales.block_k is not None:
-        if promote_every not in (None, scales.block_k):
-            raise ValueError(
-                f"promote_every is {promote_every}, but the scales have blocks of {scales.block_k}"
-                " along K; accepted: that number, or None"
-            )
-        return scales.block_k
+def _checked_promotion(promote_every: int | None, scales: Scales, k: int) -> int | None:
     if promote_every is None:
-        return None
-    if as_integer(promote_every) not in PROMOTIONS:
-        accepted = ", ".join(str(length) for length in PROMOTIONS)
+        return scales.block_k
+    length = as_integer(promote_every)
+    # With K = 0 no shape tells how long blocks are, of which there are none.
+    if k and scales.block_k not in (None, length):
+        raise ValueError(
+            f"promote_every is {promote_every!r}, but the scales have blocks of {scales.block_k}"
+            " along K; accepted: that number, or None"
+        )
+    if length not in PROMOTIONS:
+        accepted = ", ".join(str(known) for known in PROMOTIONS)
         raise ValueError(f"promote_every is {promote_every!r}; accepted: None, {accepted}")
-    return as_integer(promote_every)
+    return length if scales.block_k is None else scales.block_k
 
 
 def _check_place(

@@ -1,7 +1,8 @@
 """Which settings a matrix product takes unless told otherwise. None changes a bit of any result.
 
-Chosen on an H200 from the rows of a search over shapes: cubes, layers of Llama 3 8B and 70B, and 16
-to 512 rows.
+Chosen on an H200 from the rows of searches over shapes: cubes, layers of Llama 3 8B and 70B, and 16
+to 512 rows. Tiles of 192 and 256 rows were searched with 4096 rows and more; with fewer they are
+taken where they give every multiprocessor one.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ _COSTS = {
     LEAN_FAST: 1.25,
 }
 # The same of partial sums of 128 that are promoted. Where scales are not of blocks, 192 rows pay if
-# K is long: of their costs the last counts whose K is reached.
+# K is long.
 _PAIRED_COST = 0.993
-_TALL_COSTS = {0: 1.005, 8192: 0.993, 14336: 0.978}
+_TALL_COST, _TALL_LONG_COST = 1.005, 0.993
+_LONG_K = 8192
 _MANY_ROWS = 8192
 _ROW_COSTS = {PAIRED_FAST: 0.98}  # scales of blocks, each row its own
 _BOTH_COSTS = {PAIRED_FAST: 0.872, TALL_FAST: 0.872}  # and each column, too
@@ -143,10 +145,7 @@ def _promoted_costs(
     # Along the longer side, or the rows where they are many.
     upright = m >= n or m >= _MANY_ROWS
     paired, tall = (PAIRED_FAST, TALL_FAST) if upright else (PAIRED_BROAD_FAST, BROAD_FAST)
-    return {
-        paired: _PAIRED_COST,
-        tall: [cost for least, cost in _TALL_COSTS.items() if k >= least][-1],
-    }
+    return {paired: _PAIRED_COST, tall: _TALL_LONG_COST if k >= _LONG_K else _TALL_COST}
 
 
 def _tiles(settings: GluonSettings, m: int, n: int) -> int:

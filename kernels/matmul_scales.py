@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from fp8lab.kernels.checks import as_integer
 from fp8lab.kernels.launch import interpreted
 
 BLOCK = 128
@@ -41,12 +42,12 @@ class Scales(NamedTuple):
 
     @property
     def by_row(self) -> bool:
-        """Whether each row of a has its own entries along K."""
+        """Whether scales are of blocks, and each row of a has its own."""
         return self.kind == "blocks" and self.rows_per_entry == 1 and self.strides[0] != 0
 
     @property
     def by_column(self) -> bool:
-        """Whether each column of b has its own entries along K."""
+        """Whether scales are of blocks, and each column of b has its own."""
         return self.kind == "blocks" and self.columns_per_entry == 1 and self.strides[3] != 0
 
 
@@ -85,7 +86,7 @@ def scales_from(
         inverse_scale_a, inverse_scale_b: As `fp8lab.kernels.matmul.matmul` takes them.
         m, k, n: The product's sizes.
         device: Where the operands are.
-        promote_every: What was asked for; with K = 0 it tells how long blocks would be.
+        promote_every: What was asked for; with K = 0 it may tell how long blocks would be.
 
     Raises:
         TypeError: Not a tensor of float32 or E8M0.
@@ -94,11 +95,11 @@ def scales_from(
     """
     if inverse_scale_a is None and inverse_scale_b is None:
         return _NONE
-    given = (inverse_scale_a, inverse_scale_b)
-    of_none = _length_of_none(given, promote_every)
-    a = _side("inverse_scale_a", inverse_scale_a, m, k, device, of_none, transposed=False)
+    a = _side("inverse_scale_a", inverse_scale_a, m, k, device, transposed=False)
     # b's scale is like a's with rows and columns swapped.
-    b = _side("inverse_scale_b", inverse_scale_b, n, k, device, of_none, transposed=True)
+    b = _side("inverse_scale_b", inverse_scale_b, n, k, device, transposed=True)
+    if k == 0:
+        a, b = _of_no_k(a, b, promote_every)
     if a.block_k is not None and b.block_k is not None and a.block_k != b.block_k:
         raise ValueError(
             f"inverse_scale_a has blocks of {a.block_k} along K and inverse_scale_b of"
@@ -127,16 +128,21 @@ def scales_from(
     )
 
 
-def _length_of_none(scales: tuple[torch.Tensor | None, ...], promote_every: int | None) -> int:
-    """How long the blocks are of scales that have none, K being 0: no shape tells.
+def _of_no_k(a: _Side, b: _Side, promote_every: int | None) -> tuple[_Side, _Side]:
+    """Sides whose blocks, of which there are none, have one length: no shape tells it.
 
-    They are then what the same arguments with a larger K would be, so that the same settings launch
-    them.
+    It is 32 where that is asked for, or likely (E8M0), and 128 else, so that the settings that
+    launch a longer K launch this, too. Blocks of 128 rows are 128 long.
     """
-    if promote_every is not None and promote_every in (BLOCK, MX_BLOCK):
-        return int(promote_every)
-    e8m0 = any(getattr(scale, "dtype", None) == torch.float8_e8m0fnu for scale in scales)
-    return MX_BLOCK if e8m0 else BLOCK
+    length = as_integer(promote_every)
+    e8m0 = torch.float8_e8m0fnu in (a.table.dtype, b.table.dtype)
+    short = length == MX_BLOCK or (length is None and e8m0)
+    square = BLOCK in (a.rows_per_entry, b.rows_per_entry)
+    block_k = MX_BLOCK if short and not square else BLOCK
+    first, second = (
+        side if side.block_k is None else side._replace(block_k=block_k) for side in (a, b)
+    )
+    return first, second
 
 
 def _table(side: _Side, kind: str) -> tuple[torch.Tensor, bool]:
@@ -163,7 +169,6 @@ def _side(
     rows: int,
     k: int,
     device: torch.device,
-    of_none: int,
     *,
     transposed: bool,
 ) -> _Side:
@@ -183,7 +188,7 @@ def _side(
     if shape == (rows, 1):
         return _Side(table, True, None, 1)
     if shape == (rows, blocks):
-        return _Side(table, True, BLOCK if k else of_none, 1)
+        return _Side(table, True, BLOCK, 1)
     if shape == (rows, mx_blocks):
         return _Side(table, True, MX_BLOCK, 1)
     if shape == (row_blocks, blocks):

@@ -7,11 +7,6 @@ computed outside the tensor core, in one order, and are as wild as anywhere.
 
 from __future__ import annotations
 
-import os
-import pickle
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,26 +19,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8lab.emulation.matmul import lowering
 from fp8lab.emulation.matmul import matmul as oracle
-from fp8lab.formats import BFLOAT16, E4M3, E5M2, E8M0, Float8Format
-from fp8lab.kernels.float_device import ElementCode
+from fp8lab.formats import E4M3, E5M2, E8M0, Float8Format
 from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradient
-from fp8lab.kernels.matmul import matmul
-from fp8lab.kernels.matmul_choice import fast_settings, plain_settings
-from fp8lab.kernels.matmul_device import ProductPlan
-from fp8lab.kernels.matmul_product import Product
+from fp8lab.kernels.matmul import checked_product, matmul
 from fp8lab.kernels.matmul_scales import scales_from
 from fp8lab.kernels.matmul_settings import (
     NATIVE_CANDIDATES,
     PROMOTED_CANDIDATES,
     GluonSettings,
     MatmulSettings,
-    fits,
 )
-from fp8lab.testing import assert_bits_equal, compiled_ptx, run_kernel, to_torch
+from fp8lab.testing import assert_bits_equal, run_kernel, to_torch
 from fp8lab.testing.products import OrderFreeProduct, order_free_products
-from fp8lab.testing.ptx import spilled_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 Array = np.ndarray[Any, Any]
@@ -136,39 +124,86 @@ def test_scales(kind: str, device: str, data: st.DataObject) -> None:
     check(product.a, product.b, device, **scales)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("promote", [None, 32, 128])
+@pytest.mark.parametrize("kind", [*KINDS, "mx by 128x128", "128x128 by mx", "1x128 by mx"])
+@pytest.mark.parametrize("promote", [None, 32, 64, 128])
 def test_scales_of_no_k_at_all(kind: str, promote: int | None, device: str) -> None:
-    """The accumulator stays as it is, or takes the scales that do not depend on K."""
-    length = {"tensor": promote, "vectors": promote, "mx": 32}.get(kind, 128)
-    if promote not in (None, length):
-        pytest.skip("scales of other blocks")
+    """The accumulator stays as it is, or takes the scales that do not depend on K.
+
+    Blocks, of which there are none, are of any length that is asked for.
+    """
     none = np.zeros((5, 0), E4M3.dtype), np.zeros((0, 3), E4M3.dtype)
     start = np.arange(15, dtype=np.float32).reshape(5, 3)
     options: dict[str, Any] = {"accumulator": start, "promote_every": promote}
-    options |= scales_of(kind, 1, 5, 0, 3)
+    sides = {"tensor": "tensor", "vectors": "vectors", "mx": "mx by mx"}.get(kind, kind)
+    for name, side in zip("ab", sides.split(" by ") * 2, strict=False):
+        found = {
+            "tensor": np.full((1, 1), 3, np.float32),
+            "vectors": np.exp2(np.arange(5 if name == "a" else 3, dtype=np.float32)),
+            "1x128": np.zeros((5 if name == "a" else 3, 0), np.float32),
+            "128x128": np.zeros((1, 0), np.float32),
+            "mx": np.zeros((5 if name == "a" else 3, 0), E8M0.dtype),
+        }[side]
+        found = found[:, None] if side == "vectors" else found
+        options[f"inverse_scale_{name}"] = found if name == "a" else np.ascontiguousarray(found.T)
     check(none[0], none[1], device, **options)
 
 
+def test_lengths_that_no_k_is_promoted_by() -> None:
+    """Those that are refused with a longer K for themselves are refused here."""
+    a, b = torch.zeros(5, 0, dtype=torch.uint8), torch.zeros(3, 0, dtype=torch.uint8)
+    codes = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).t()
+    scales: dict[str, Any] = {"inverse_scale_a": torch.ones(5, 0)}
+    scales["inverse_scale_b"] = torch.ones(0, 3)
+    wrong: Any
+    for wrong in (0, 33, 256, True, 32.0, np.array([32, 64]), torch.tensor([32, 64])):
+        with pytest.raises(ValueError, match=r"promote_every is .*; accepted: None, 32, 64, 128"):
+            checked_product(*codes, promote_every=wrong, **scales)
+    longer: dict[str, Any] = {"inverse_scale_a": torch.ones(5, 2)}
+    longer["inverse_scale_b"] = torch.ones(2, 3)
+    wide = [torch.zeros(rows, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for rows in (5, 3)]
+    for wrong in (32, 64, np.array([32, 64]), torch.tensor([32, 64])):
+        with pytest.raises(ValueError, match="blocks of 128 along K; accepted: that number"):
+            checked_product(wide[0], wide[1].t(), promote_every=wrong, **longer)
+
+
 @pytest.mark.parametrize(
-    ("dtypes", "promote", "length"),
+    ("dtypes", "shapes", "promote", "length"),
     [
-        (("float32", "float32"), None, 128),
-        (("float32", "float32"), 32, 32),
-        (("float32", "float32"), 128, 128),
-        (("float8_e8m0fnu", "float8_e8m0fnu"), None, 32),
-        (("float32", "float8_e8m0fnu"), None, 32),
-        (("float8_e8m0fnu", "float8_e8m0fnu"), 128, 128),
+        ("ff", "rr", None, 128),
+        ("ff", "rr", 32, 32),
+        ("ff", "rr", 64, 128),
+        ("ff", "rr", 128, 128),
+        ("ee", "rr", None, 32),
+        ("fe", "rr", None, 32),
+        ("ee", "rr", 128, 128),
+        ("ee", "rs", None, 128),
+        ("fe", "sr", None, 128),
+        ("ff", "rs", 32, 128),
     ],
 )
 def test_how_long_blocks_of_no_k_are(
-    dtypes: tuple[str, str], promote: int | None, length: int
+    dtypes: str, shapes: str, promote: int | None, length: int
 ) -> None:
-    """As with any other K, so that what launches those launches these."""
-    a, b = (torch.empty(0, dtype=getattr(torch, name)) for name in dtypes)
-    device = torch.device("cpu")
-    scales = scales_from(a.view(5, 0), b.view(0, 6), 5, 0, 6, device, promote)
+    """f: float32, e: E8M0; r: a scale for each row, s: squares."""
+    types = {"f": torch.float32, "e": torch.float8_e8m0fnu}
+    a, b = (
+        torch.empty(rows if shape == "r" else 1, 0, dtype=types[dtype])
+        for rows, dtype, shape in zip((5, 6), dtypes, shapes, strict=True)
+    )
+    scales = scales_from(a, b.t(), 5, 0, 6, torch.device("cpu"), promote)
     assert (scales.kind, scales.block_k) == ("blocks", length)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), E8M0.dtype])
+def test_shapes_alone_tell_how_long_blocks_of_some_k_are(dtype: Any, device: str) -> None:
+    a = np.full((5, 256), 2.0, np.float32).astype(E4M3.dtype)
+    b = np.full((256, 3), 1.0, np.float32).astype(E4M3.dtype)
+    scales = {"inverse_scale_a": np.array([[1, 4]] * 5, np.float32).astype(dtype)}
+    scales["inverse_scale_b"] = np.array([[2] * 3, [0.5] * 3], np.float32).astype(dtype)
+    for promote in (None, 128):
+        check(a, b, device, promote_every=promote, **scales)
+    with pytest.raises(ValueError, match="blocks of 128 along K"):
+        run(a, b, device, promote_every=32, **scales)
 
 
 def test_blocks_of_128_rows_and_columns(device: str) -> None:
@@ -306,310 +341,3 @@ def test_bad_input_is_refused_before_any_launch(device: str) -> None:
     for error, message, attempt in refused:
         with pytest.raises(error, match=message):
             attempt()
-
-
-def wgmma_tile(settings: MatmulSettings) -> tuple[int, int]:
-    """Rows and columns of a tile, as tl.dot is given them."""
-    tile = settings.block_m, settings.block_n
-    return tile[::-1] if settings.swap else tile
-
-
-SHAPES = [(m, n) for m in (1, 16, 32, 64, 65, 128, 512, 4096, 16384) for n in (1, 128, 4096, 28672)]
-
-
-@pytest.mark.parametrize("promoted", [False, True])
-@pytest.mark.parametrize("wide", [False, True])
-def test_plain_settings_keep_the_arithmetic_and_fit_the_card(promoted: bool, wide: bool) -> None:
-    for m, n in SHAPES:
-        chosen = plain_settings(m, n, promoted=promoted, wide=wide, multiprocessors=132)
-        steps = [chosen.with_block_k(32, scaled=scaled) for scaled in (False, True)]
-        for one in (chosen, *steps, chosen.with_block_k(128)):
-            found = lowering(*wgmma_tile(one), one.block_k, one.num_warps)
-            assert found.core.name == "hopper_fp8"
-            assert fits(one, wide=wide)
-
-
-@pytest.mark.parametrize(
-    ("promote", "blocks", "by_row", "by_column"),
-    [
-        (None, False, False, False),
-        (128, False, False, False),
-        (32, False, False, False),
-        (128, True, True, False),
-        (128, True, False, True),
-        (128, True, True, True),
-        (32, True, True, True),
-    ],
-)
-@pytest.mark.parametrize("k", [128, 4096, 28672])
-@pytest.mark.parametrize("matrices", [0, 1, 2])
-def test_fast_settings_waste_few_multiprocessors(
-    promote: int | None, blocks: bool, by_row: bool, by_column: bool, k: int, matrices: int
-) -> None:
-    """Tiles are hardly higher than the rows, and half as many as the smallest would be or more."""
-    for m, n in SHAPES:
-        chosen = fast_settings(
-            m,
-            n,
-            k,
-            promote=promote,
-            blocks=blocks,
-            by_row=by_row,
-            by_column=by_column,
-            multiprocessors=132,
-            matrices=matrices,
-        )
-        assert chosen.takes(promote=promote, blocks=blocks, matrices=matrices)
-        assert chosen.block_m < 2 * max(m, 16) or chosen.block_m == 64
-        tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
-        smallest = -(-m // 64) * -(-n // 64)
-        assert tiles >= min(64, smallest) // 2
-        assert chosen.block_k == 128 or promote is None
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "sides", "tile"),
-    [
-        (28672, 4096, "both", (192, 128)),
-        (4096, 4096, "both", (256, 128)),
-        (8192, 8192, "both", (192, 128)),
-        (4096, 4096, "rows", (256, 128)),
-        (8192, 8192, "rows", (256, 128)),
-        (4096, 4096, "columns", (128, 128)),
-        # Fewer large tiles than multiprocessors.
-        (1024, 4096, "both", (128, 128)),
-        (128, 28672, "both", (128, 128)),
-        (128, 28672, "rows", (128, 128)),
-    ],
-)
-def test_fast_settings_of_blocks(m: int, n: int, sides: str, tile: tuple[int, int]) -> None:
-    """Large tiles where each row has its own scales, as measured."""
-    rest: dict[str, Any] = {
-        "promote": 128,
-        "blocks": True,
-        "by_row": sides != "columns",
-        "by_column": sides != "rows",
-        "multiprocessors": 132,
-    }
-    chosen = fast_settings(m, n, 4096, **rest)
-    assert (chosen.block_m, chosen.block_n) == tile
-    added = fast_settings(m, n, 4096, matrices=1, **rest)
-    wide = sides == "both" and m >= 4096
-    assert (added.block_m, added.block_n) == ((128, 256) if wide else (128, 128))
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "tile"),
-    [
-        (4096, 4096, 4096, (256, 128)),
-        (8192, 8192, 8192, (192, 128)),
-        (4096, 10240, 8192, (128, 256)),
-        (16384, 8192, 28672, (192, 128)),
-        (16384, 10240, 8192, (256, 128)),
-        # A last wave of square tiles is better filled.
-        (4096, 28672, 4096, (128, 128)),
-        # Fewer large tiles than multiprocessors.
-        (512, 4096, 4096, (128, 128)),
-    ],
-)
-def test_fast_settings_of_promoted_products(m: int, n: int, k: int, tile: tuple[int, int]) -> None:
-    """Large tiles in tall groups, along the longer side, where partial sums are of 128 of k."""
-    rest: dict[str, Any] = {
-        "blocks": False,
-        "by_row": False,
-        "by_column": False,
-        "multiprocessors": 132,
-    }
-    chosen = fast_settings(m, n, k, promote=128, **rest)
-    assert (chosen.block_m, chosen.block_n) == tile
-    assert chosen.group == (32 if 192 in tile or 256 in tile else 8)
-    for other in (
-        fast_settings(m, n, k, promote=128, matrices=1, **rest),
-        fast_settings(m, n, k, promote=64, **rest),
-    ):
-        assert other.block_m <= 128
-        assert other.group == 8
-
-
-def test_which_scales_are_of_each_row_and_column() -> None:
-    """Not one that all rows, or 128, share."""
-    blocks, square, one = torch.ones(3, 5).t(), torch.ones(3, 1), torch.ones(())
-    alike = (5, 384, 6, torch.device("cpu"))
-    for a, b, expected in (
-        (blocks, torch.ones(3, 6), (True, True)),
-        (blocks, square, (True, False)),
-        (blocks, one, (True, False)),
-        (square.t(), torch.ones(3, 6), (False, True)),
-        (one, torch.ones(3, 6), (False, True)),
-        (torch.ones(5, 1), torch.ones(3, 6), (True, True)),
-        (torch.ones(5, 1), torch.ones(1, 6), (False, False)),  # not of blocks
-        (one, one, (False, False)),
-    ):
-        scales = scales_from(a, b, *alike)
-        assert (scales.by_row, scales.by_column) == expected
-
-
-def test_tuned_products_are_told_apart_by_their_scales() -> None:
-    """1x128 by 1x128 is fastest with other settings than 1x128 by 128x128."""
-    a, b = torch.empty(5, 384), torch.empty(6, 384)
-    sides = torch.ones(3, 6), torch.ones(3, 1)
-    keys = {
-        Product(a, b, torch.empty(5, 6), None, 128, scales, None).key
-        for scales in (scales_from(torch.ones(5, 3), side, 5, 384, 6, a.device) for side in sides)
-    }
-    assert len(keys) == 2
-
-
-PLAN = ProductPlan(
-    block_m=128,
-    block_n=128,
-    block_k=128,
-    group_m=8,
-    promote=False,
-    scaling="none",
-    rows_per_scale=1,
-    columns_per_scale=1,
-    scale_a_e8m0=False,
-    scale_b_e8m0=False,
-    start=False,
-    bias="none",
-    bfloat16=True,
-    out_descriptor=True,
-    hardware=True,
-    warp_specialize=False,
-    swap=False,
-    overlap=True,
-)
-
-
-def arguments_of(plan: ProductPlan) -> tuple[dict[str, str], dict[str, Any]]:
-    """The types of what a launch is given, and the values of what it is compiled for."""
-    sizes = ("m", "n", "k", "scale_a_stride_m", "scale_a_stride_k")
-    signature = dict.fromkeys((*sizes, "scale_b_stride_k", "scale_b_stride_n"), "i32")
-    signature |= {
-        "a": f"tensordesc<fp8e4nv[{plan.block_m}, {plan.block_k}]>",
-        "b": f"tensordesc<fp8e5[{plan.block_n}, {plan.block_k}]>",
-        "out": f"tensordesc<i16[{plan.block_m}, {plan.block_n}]>"
-        if plan.out_descriptor
-        else "*fp32",
-    }
-    constants: dict[str, Any] = {
-        "PLAN": plan,
-        "A_CODE": ElementCode.of(E4M3, saturate=True),
-        "B_CODE": ElementCode.of(E5M2, saturate=True),
-        "OUT_CODE": ElementCode.of(BFLOAT16, saturate=False),
-    }
-    present = {
-        "scale_a": (plan.scaling != "none", plan.scale_a_e8m0),
-        "scale_b": (plan.scaling != "none", plan.scale_b_e8m0),
-        "bias": (plan.bias != "none", False),
-        "start": (plan.start, False),
-    }
-    for name, (there, e8m0) in present.items():
-        if there:
-            signature[name] = "*u8" if e8m0 else "*fp32"
-        else:
-            constants[name] = None
-    return signature, constants
-
-
-def ptx_of(plan: ProductPlan, num_warps: int = 8) -> str:
-    kernel = "fp8lab.kernels.matmul_device:matmul_kernel"
-    return compiled_ptx(kernel, *arguments_of(plan), num_warps=num_warps)
-
-
-def test_compiled_native_chain() -> None:
-    """wgmma on both formats as they are, fed by the copy engine; nothing else adds."""
-    ptx = ptx_of(PLAN)
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2" in ptx
-    assert "cp.async.bulk.tensor" in ptx
-    assert not re.search(r"mma\.sync|add\.(rn\.)?f32|fma", ptx)
-
-
-def test_compiled_promotion() -> None:
-    plain = ptx_of(replace(PLAN, promote=True))
-    assert "wgmma.mma_async.sync.aligned.m64n128k32" in plain
-    assert re.search(r"add\.(rn\.)?f32", plain)
-    assert "fma" not in plain
-    blocks = replace(
-        PLAN, promote=True, scaling="blocks", columns_per_scale=128, bfloat16=False,
-        out_descriptor=False, bias="matrix", start=True,
-    )  # fmt: skip
-    ptx = ptx_of(blocks)
-    assert "fma.rn.f32" in ptx
-    assert "wgmma.mma_async" in ptx
-
-
-def test_compiled_with_rows_and_columns_swapped() -> None:
-    """16 rows of a are 16 columns of wgmma; the types swap with the operands."""
-    ptx = ptx_of(replace(PLAN, block_m=16, block_n=64, block_k=256, swap=True), num_warps=4)
-    assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e5m2.e4m3" in ptx
-    assert "mma.sync" not in ptx
-
-
-# In a process of its own, as `compiled_ptx`, which leaves the number of stages to Triton.
-CHILD = """
-import pickle, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fp8lab.kernels.matmul_device import matmul_kernel
-
-given, constants, aligned, options = pickle.load(sys.stdin.buffer)
-names = matmul_kernel.arg_names
-signature = {name: given.get(name, "constexpr") for name in names}
-divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=divisible)
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
-"""
-
-
-@pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize(
-    "candidate", [*PROMOTED_CANDIDATES, replace(PROMOTED_CANDIDATES[-1], block_m=32)], ids=str
-)
-def test_compiled_without_spills_where_scales_are_of_32_of_k(
-    candidate: MatmulSettings, bfloat16: bool, tmp_path: Path
-) -> None:
-    """Scales of all stages are in registers, so that these decide how many stages there are."""
-    chosen = candidate.with_block_k(32, scaled=True)
-    assert 2 <= chosen.num_stages <= candidate.with_block_k(32).num_stages
-    plan = replace(
-        PLAN,
-        block_m=chosen.block_m,
-        block_n=chosen.block_n,
-        block_k=32,
-        promote=True,
-        scaling="blocks",
-        scale_a_e8m0=True,
-        scale_b_e8m0=True,
-        bfloat16=bfloat16,
-        out_descriptor=bfloat16,
-        swap=chosen.swap,
-    )
-    signature, constants = arguments_of(plan)
-    aligned = ["n", *(name for name, kind in signature.items() if kind.startswith("*"))]
-    options = {
-        "num_warps": chosen.num_warps,
-        "num_stages": chosen.num_stages,
-        "enable_fp_fusion": False,
-    }
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        cwd=ROOT,
-        env=environment,
-        input=pickle.dumps((signature, constants, aligned, options)),
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert spilled_bytes(done.stdout.decode(), tmp_path) == 0
-
-
-def test_compiled_so_that_the_next_kernel_can_start() -> None:
-    """It waits before it reads anything, and only then lets the next one start."""
-    ptx = ptx_of(PLAN)
-    waits, lets = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
-    assert waits < lets < ptx.index("cp.async.bulk.tensor")
-    assert "griddepcontrol" not in ptx_of(replace(PLAN, overlap=False))

@@ -115,6 +115,7 @@ def test_the_control_is_bf16_with_one_weight_moved(
     def far(weight: torch.Tensor, place: tuple[int, ...]) -> None:
         # A whole step, not an ulp: twelve steps of a tiny model would not show one.
         moved.append(weight)
+        assert (weight.shape[0], place) == (256, OF_E)  # the embedding
         weight.data[place] += 1  # of one column: norms take off what all have
 
     def row_of(preset: str) -> Row:

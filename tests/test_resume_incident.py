@@ -14,7 +14,7 @@ import torch
 from fp8lab.checkpoint import CheckpointError
 from fp8lab.data import Corpus, load_corpus
 from fp8lab.errors import UserError
-from fp8lab.experiments import resume_incident
+from fp8lab.experiments import incident_runs, resume_incident
 from fp8lab.experiments.incident_rows import check_rows
 from fp8lab.experiments.incident_runs import (
     CONDITIONS,
@@ -118,6 +118,27 @@ def test_one_ulp_is_moved_where_the_loss_feels_it(
         different = (moved["model"][key] != before).nonzero().tolist()
         assert different == ([list(place)] if key == name else [])
     assert moved["model"][name][place] == 1 + 2**-23
+
+
+def test_the_large_model_has_its_ulp_elsewhere(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, moved = Case.configuration, []
+
+    def noted(state: Any, *, large: bool) -> Any:
+        moved.append(large)
+        return one_ulp(state, large=large)
+
+    monkeypatch.setattr(incident_runs, "one_ulp", noted)
+    # So small that it runs anywhere; the rest is as for the large one.
+    monkeypatch.setattr(
+        Case, "configuration", lambda self, setting: small(self, replace(setting, large=False))
+    )
+    for large in (False, True):
+        setting = Setting(1, 1, large, None, tmp_path / str(large), corpus.sha256)
+        for variant in ("common", "one ulp"):
+            row_of(Case("blockwise", 0, variant), setting, corpus)
+    assert moved == [False, True]
 
 
 def test_rows_give_a_table_and_the_same_figure_again(tmp_path: Path, rows: list[Row]) -> None:
