@@ -241,8 +241,9 @@ def one_ulp(state: State, *, large: bool) -> State:
 
     A weight that is cast hides such a change from every product, until a rounding of its code tips
     over. In float32 the embedding shows it at once. In the large model all that the embedding feeds
-    is rounded to bfloat16 or FP8, and the change was not felt in 2,000 steps of delayed
-    scaling (one seed; BF16 runs that begin with it do feel it, see `preset_run`). The last norm scales every element of the head's input, so that some rounding tips over soon.
+    is rounded to bfloat16 or FP8, and the change was not felt in 2,000 steps of delayed scaling
+    (one seed; BF16 runs that begin with it do feel it, see `preset_run`). The last norm scales
+    every element of the head's input, so that some rounding tips over soon.
     """
     name, place = ("norm.weight", (0,)) if large else ("tokens.weight", OF_E)
     weight = state["model"][name].clone()
