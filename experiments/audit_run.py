@@ -115,7 +115,7 @@ def _median(seconds: list[float]) -> float:
     return statistics.median(seconds[1:] or seconds or [0.0])
 
 
-check_rows = checker("audit", {}, {"preset": is_text})
+check_rows = checker("audit", {}, {"preset": is_text}, once=("preset",))
 """The rows of this experiment, or a UserError that says what is wrong with them."""
 
 

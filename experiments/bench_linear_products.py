@@ -22,14 +22,13 @@ from typing import Any
 import torch
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.bench_matmul import LAYERS
+from fp8lab.experiments.bench_matmul import LAYERS, LINEAR_ROWS
 from fp8lab.experiments.card_timing import codes, ratios, side_by_side
 from fp8lab.experiments.commands import Parser, check_positive, check_writable, exit_code
 from fp8lab.experiments.new_rows import NewRows
 from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradient
 from fp8lab.records import Row, environment
 
-ROWS = "bench-linear-products.jsonl"
 PRODUCTS = ("forward", "data gradient", "weight gradient", "weight gradient, added")
 SCALINGS = ("tensor-wise", "blocks")
 
@@ -167,7 +166,7 @@ def run(folder: Path, tokens: int, seconds: float) -> None:
     if tokens < 512 or tokens % 512:
         raise UserError(f"--tokens is {tokens}; accepted: multiples of 512")
     check_positive(seconds, "--seconds")
-    check_writable(folder / ROWS)
+    check_writable(folder / LINEAR_ROWS)
     if not torch.cuda.is_available():
         raise UserError("bench_linear_products needs a CUDA device")
     head: Row = {
@@ -176,7 +175,7 @@ def run(folder: Path, tokens: int, seconds: float) -> None:
         "command": " ".join(["python -m fp8lab.experiments.bench_linear_products", *sys.argv[1:]]),
         "environment": environment("cuda"),
     }
-    with NewRows(folder / ROWS, head) as new:
+    with NewRows(folder / LINEAR_ROWS, head) as new:
         for name, layer in LAYERS.items():
             for case in cases(tokens, *layer):
                 row = measure(name, case, seconds)

@@ -28,6 +28,7 @@ import torch
 from fp8lab.bridge import to_numpy
 from fp8lab.emulation.matmul import matmul_at
 from fp8lab.errors import UserError
+from fp8lab.experiments.bench_rows import checked_products
 from fp8lab.experiments.card_timing import Launch, Telemetry, codes, ratios, side_by_side
 from fp8lab.experiments.commands import Parser, check_positive, check_writable, exit_code
 from fp8lab.experiments.documents import check_document, fill
@@ -38,6 +39,7 @@ from fp8lab.kernels.matmul import matmul
 from fp8lab.records import Row, environment, read_rows
 
 ROWS = "bench-matmul.jsonl"
+LINEAR_ROWS = "bench-linear-products.jsonl"
 FLOPS_A_CLOCK = 8192  # FP8 multiply-adds count twice; of one multiprocessor of sm_90
 CYCLED = 200 << 20  # bytes of operands that launches cycle through: more than three L2 caches
 MOST_SETS = 12
@@ -252,21 +254,52 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw from rows alone")
     parser.add_argument("--document", type=Path, help="whose tables are filled")
     chosen = parser.parse_args(arguments)
+    folder = chosen.draw or chosen.out
+    of_layers: list[Row] = []
     if chosen.document is not None:
         check_document(chosen.document, SECTION)
-    folder = chosen.draw or chosen.out
+        if chosen.only:
+            raise UserError("--document tells of all shapes; leave --only out, or --document")
+        of_layers = _rows_of_layers(folder)
     if chosen.draw is None:
         path = run(folder, chosen.only, chosen.seconds)
         if path != folder / ROWS:  # figures and tables are of the whole rows, which stay
             return 0
-    rows = read_rows(folder / ROWS)
-    for path in draw(rows, folder):
-        print(path)
+    path = folder / ROWS
+    rows = checked_products(read_rows(path), ("speed", "error"), path)
     if chosen.document is not None:
-        of_layers = folder / "bench-linear-products.jsonl"
-        rows += read_rows(of_layers) if of_layers.exists() else []
-        fill(chosen.document, SECTION, section(rows))
+        _check_whole(rows, path)
+    for figure in draw(rows, folder):
+        print(figure)
+    if chosen.document is not None:
+        fill(chosen.document, SECTION, section(rows + of_layers))
     return 0
+
+
+def _rows_of_layers(folder: Path) -> list[Row]:
+    """Those of `bench_linear_products`, which the document's tables tell of, too."""
+    path = folder / LINEAR_ROWS
+    if not path.exists():
+        raise UserError(
+            f"--document tells of {path}, too, which is not there; run bench_linear_products --out"
+            f" {folder} first"
+        )
+    return checked_products(read_rows(path), ("linear",), path)
+
+
+def _check_whole(rows: list[Row], source: Path) -> None:
+    """Whether a document's tables, and its goals, can be of all shapes."""
+    there = {(row["shape"], row["mode"]) for row in rows if row["kind"] == "speed"}
+    wanted = [(shape, mode.name) for shape in shapes() for mode in MODES]
+    if lacking := [place for place in wanted if place not in there]:
+        raise UserError(
+            f"{source} lacks {len(lacking)} of {len(wanted)} products, such as"
+            f" {', '.join(lacking[0])}; --document tells of all of them: measure without --only"
+        )
+    if unknown := sorted(there - set(wanted)):
+        raise UserError(
+            f"{source} has a product that is not measured today: {', '.join(unknown[0])}"
+        )
 
 
 if __name__ == "__main__":

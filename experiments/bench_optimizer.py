@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.bench_rows import checked_optimizer
 from fp8lab.experiments.commands import Parser, check_writable, exit_code
 from fp8lab.experiments.new_rows import NewRows
 from fp8lab.experiments.optimizer_cases import (
@@ -95,13 +96,14 @@ def main(arguments: list[str] | None = None) -> None:
     rows_file = options.out / "optimizer.jsonl"
     check_writable(rows_file.with_suffix(".png"))
     if options.redraw:
-        rows = read_rows(rows_file)
+        rows = checked_optimizer(read_rows(rows_file), rows_file)
     else:
         if not any(title.startswith(options.only) for title, _ in groups(options.tune)):
             raise UserError(f"--only is {options.only!r}, with which no group's title begins")
         kept = []
         if options.only:
-            kept = [row for row in read_rows(rows_file) if _is_kept(row, options.only)]
+            there = checked_optimizer(read_rows(rows_file), rows_file)
+            kept = [row for row in there if _is_kept(row, options.only)]
         if not torch.cuda.is_available():
             raise UserError("the benchmark needs a CUDA device; torch finds none")
         command = "python -m fp8lab.experiments.bench_optimizer --out FOLDER"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8lab.errors import UserError
-from fp8lab.experiments.incident_runs import CONDITIONS, LOST, Case
+from fp8lab.experiments.incident_runs import CONDITIONS, LOST
 from fp8lab.experiments.row_checks import (
     are_numbers,
     checker,
@@ -27,7 +27,6 @@ def check_rows(rows: list[Any], source: Path) -> list[Row]:
         UserError: They are something else, one is not whole, or a run stands there twice.
     """
     after = _check_kinds(rows, source)[0]["resume_incident"]["after"]
-    seen: set[Case] = set()
     for place, row in enumerate(rows[1:], start=2):
         damaged = f"{source}, line {place}, is damaged"
         lengths = [len(row[key]) for key in ("observed", "overflow", "underflow", "scale")]
@@ -38,11 +37,6 @@ def check_rows(rows: list[Any], source: Path) -> list[Row]:
             raise UserError(f"{damaged}: observed is not steps from 1 to {after}, in their order")
         if steps != rows[1]["observed"]:
             raise UserError(f"{damaged}: observed has other steps than line 2")
-        case = Case(row["condition"], row["seed"], row["variant"])
-        if case in seen:
-            said = f"{case.condition}, seed {case.seed}: {case.variant}"
-            raise UserError(f"{damaged}: {said} stands there twice")
-        seen.add(case)
     return rows
 
 
@@ -72,4 +66,5 @@ _check_kinds = checker(
         **dict.fromkeys(("loss", "overflow", "underflow", "scale"), are_numbers),
         "observed": _are_steps,
     },
+    once=("condition", "seed", "variant"),
 )

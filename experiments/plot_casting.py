@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -17,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from fp8lab.errors import UserError
+from fp8lab.experiments.bench_rows import checked_casting
 from fp8lab.experiments.commands import Parser, check_suffix, check_writable, exit_code
 from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.new_rows import NewRows, check_same
@@ -229,9 +228,7 @@ def main(given: list[str] | None = None) -> None:
         check_same(arguments.figure.with_suffix(".jsonl"), {"case": ""}, "--figure")
     if arguments.document is not None:
         check_document(arguments.document, SECTION)
-    rows: list[dict[str, Any]] = read_rows(arguments.rows)
-    if not any(row.get("case") == "copy" for row in rows):
-        raise UserError(f"{arguments.rows} holds no rows of bench_casting")
+    rows = checked_casting(read_rows(arguments.rows), arguments.rows)
     if arguments.figure is not None:
         draw(rows, arguments.figure)
     if arguments.document is not None:

@@ -35,10 +35,14 @@ CONFIDENCE = 0.95
 
 
 def _is_curve(value: Any) -> bool:
-    """Whether it is pairs of step and loss."""
-    return is_list(value) and all(
-        is_list(pair) and len(pair) == 2 and is_count(pair[0]) and is_number(pair[1])
-        for pair in value
+    """Whether it is pairs of step and loss, one or more."""
+    return (
+        is_list(value)
+        and bool(value)
+        and all(
+            is_list(pair) and len(pair) == 2 and is_count(pair[0]) and is_number(pair[1])
+            for pair in value
+        )
     )
 
 
@@ -64,6 +68,7 @@ check_rows = checker(
         "diverged": is_truth,
         "environment": _has_packages,
     },
+    once=("preset", "seed"),
 )
 """The rows of `preset_curves`, or a UserError that says what is wrong with them."""
 

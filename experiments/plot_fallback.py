@@ -66,6 +66,7 @@ check_rows = checker(
         "validation_loss": is_number,
         "events": lambda value: is_list(value) and all(map(_is_event, value)),
     },
+    once=("condition", "variant", "seed"),
 )
 """The rows of `fallback_spike`, or a UserError that says what is wrong with them."""
 

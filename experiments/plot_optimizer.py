@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.bench_rows import checked_optimizer
 from fp8lab.experiments.commands import Parser, check_suffix, check_writable, exit_code
 from fp8lab.experiments.documents import check_document, fill
 from fp8lab.records import Row, read_rows
@@ -53,8 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_writable(options.figure, "--figure")
     if options.document is not None:
         check_document(options.document, SECTION)
-    rows = read_rows(options.rows)
-    _measurements(rows)
+    rows = checked_optimizer(read_rows(options.rows), options.rows)
     if options.figure is not None:
         draw(rows, options.figure)
     if options.document is not None:

@@ -45,6 +45,7 @@ check_rows = checker(
         **dict.fromkeys(("layer", "recipe", "role"), is_text),
         **dict.fromkeys(("loss", *MEASURES), is_number),
     },
+    once=("layer", "recipe", "role"),
 )
 """The rows of `layer_tolerance`, or a UserError that says what is wrong with them."""
 

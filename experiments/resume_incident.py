@@ -53,7 +53,6 @@ from fp8lab.experiments.sittings import Sitting
 from fp8lab.experiments.turns import check_jobs, in_turn
 from fp8lab.folder_lock import held
 from fp8lab.records import Row, environment, read_rows
-from fp8lab.training import check_device
 
 
 def _in_process(case: Case, setting: Setting) -> Row | None:
@@ -167,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="where the common part's checkpoints are kept (default runs/resume-incident)",
     )
-    parser.add_argument("--redraw", action="store_true", help="from the rows that are there")
+    parser.add_argument("--redraw", action="store_true", help="from all rows that are there")
     given = parser.parse_args(arguments)
     folder = Path("figures/h200" if given.large else "figures")
     path, figure = rows_and_figure(given.out or folder / "resume-incident.png")
@@ -193,7 +192,8 @@ def _sit(given: argparse.Namespace, path: Path) -> None:
     for option in ("seeds", "before", "after"):
         check_at_least(getattr(given, option), 1, f"--{option}")
     device = "cuda" if given.large else "cpu"
-    check_device(device)
+    if given.large and not torch.cuda.is_available():
+        raise UserError("--large needs a CUDA device, and torch finds none; leave it out")
     variants = variants_named(given.variants)
     names = list(CONDITIONS) if given.condition is None else [given.condition]
     for variant in () if given.variants is None else variants:

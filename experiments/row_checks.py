@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +62,63 @@ def one_of(*accepted: str) -> Callable[[Any], bool]:
     return lambda value: is_text(value) and value in accepted
 
 
-def checker(experiment: str, head: Kinds, row: Kinds) -> Callable[[list[Any], Path], list[Row]]:
+def is_positive(value: Any) -> bool:
+    """Whether a ratio or a mean can be made of it and others."""
+    return is_number(value) and 0 < float(value) < float("inf")
+
+
+def table_of(kinds: Kinds) -> Callable[[Any], bool]:
+    """Whether a value is a table that holds such values, by key."""
+    return lambda value: (
+        is_table(value)
+        and all(key in value and is_right(value[key]) for key, is_right in kinds.items())
+    )
+
+
+def check_row(row: Any, kinds: Kinds, source: Path, line: int) -> None:
+    """Raise a UserError where a row is no table, or lacks what it must hold, by key."""
+    damaged = f"{source}, line {line}, is damaged"
+    if not isinstance(row, dict):
+        raise UserError(f"{damaged}: it holds no JSON object")
+    if lacks := sorted(set(kinds) - set(row)):
+        raise UserError(f"{damaged}: it lacks {', '.join(lacks)}")
+    for key, is_right in kinds.items():
+        if not is_right(row[key]):
+            raise UserError(f"{damaged}: {key} is {_short(row[key])!r}")
+
+
+def check_once(rows: Sequence[Row], keys: Sequence[str], source: Path) -> None:
+    """Raise a UserError where two rows, the head aside, have these values in common."""
+    seen = set()
+    for line, row in enumerate(rows[1:], start=2):
+        place = tuple(row.get(key) for key in keys)
+        if place in seen:
+            said = ", ".join(f"{key} {_short(row.get(key))}" for key in keys)
+            raise UserError(f"{source}, line {line}, is damaged: {said} stands there twice")
+        seen.add(place)
+
+
+def checker(
+    experiment: str, head: Kinds, row: Kinds, *, once: Sequence[str] = ()
+) -> Callable[[list[Any], Path], list[Row]]:
     """What checks the rows of an experiment: takes them and their file, and gives them back.
 
     Args:
         experiment: Its name; the first row has this key.
         head: What else the first row must hold, by key.
         row: What each other row must hold.
+        once: No two other rows may have these keys' values in common; they are among `row`.
     """
 
     def check(rows: list[Any], source: Path) -> list[Row]:
         """The rows; a UserError where they are something else, or one lacks something."""
         if not rows or not isinstance(rows[0], dict) or experiment not in rows[0]:
-            raise UserError(f"{source} holds no rows of {experiment}; name another --out")
-        for place, found in enumerate(rows, start=1):
-            kinds = row if place > 1 else {experiment: is_table, **head}
-            if not isinstance(found, dict):
-                raise UserError(f"{source}, line {place}, is damaged: it holds no JSON object")
-            if lacks := sorted(set(kinds) - set(found)):
-                raise UserError(f"{source}, line {place}, is damaged: it lacks {', '.join(lacks)}")
-            for key, is_right in kinds.items():
-                if not is_right(found[key]):
-                    said = _short(found[key])
-                    raise UserError(f"{source}, line {place}, is damaged: {key} is {said!r}")
+            raise UserError(f"{source} holds no rows of {experiment}; name another file")
+        for line, found in enumerate(rows, start=1):
+            kinds = row if line > 1 else {experiment: is_table, **head}
+            check_row(found, kinds, source, line)
+        if once:
+            check_once(rows, once, source)
         return rows
 
     return check

@@ -12,7 +12,7 @@ from fp8lab.experiments.row_checks import (
     checker,
     is_count,
     is_list,
-    is_number,
+    is_positive,
     is_table,
     is_text,
     is_truth,
@@ -282,11 +282,6 @@ def check_rows(rows: list[Any], source: Path) -> list[Row]:
         if "left_out" in row:
             if "ratio" in row or not is_text(row["left_out"]):
                 raise UserError(f"{damaged}: left_out is no text, or stands beside a ratio")
-        elif not all(_is_positive(row.get(key)) for key in ("ratio", "lowest", "highest")):
+        elif not all(is_positive(row.get(key)) for key in ("ratio", "lowest", "highest")):
             raise UserError(f"{damaged}: it lacks a ratio")
     return rows
-
-
-def _is_positive(value: Any) -> bool:
-    """Whether a mean can be taken of it and others."""
-    return is_number(value) and 0 < float(value) < float("inf")

@@ -282,7 +282,7 @@ HEAD: Row = {
         (2, {"underflow": [1.0, 10**400, 1.0]}, "line 3, is damaged: underflow"),
         (2, {"scale": [1.0, 10**400, 1.0]}, "line 3, is damaged: scale"),
         (2, {"validation_loss": -(10**400)}, "line 3, is damaged: validation_loss"),
-        (2, {"variant": "continuous"}, "line 3, is damaged: history 16, seed 0: continuous stands"),
+        (2, {"variant": "continuous"}, "line 3, is damaged: condition history 16, seed 0, variant"),
         (0, {"corpus": None}, "line 1, is damaged: corpus"),
         (0, {"resume_incident": {"after": 3}}, "line 1, is damaged: resume_incident"),
     ],
