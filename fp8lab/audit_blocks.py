@@ -15,7 +15,7 @@ from fp8lab.audit_sampling import Places
 from fp8lab.bridge import to_numpy
 from fp8lab.emulation import scaling
 from fp8lab.formats import E8M0, Float8Format
-from fp8lab.ops_linear import Codes
+from fp8lab.ops_operands import Codes
 from fp8lab.recipes import BlockScaling, MxScaling, RowScaling
 
 Policy = RowScaling | BlockScaling | MxScaling

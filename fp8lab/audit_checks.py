@@ -23,7 +23,7 @@ from fp8lab.bridge import to_numpy
 from fp8lab.emulation import casting, scaling
 from fp8lab.emulation.gradients import gradient_norm
 from fp8lab.observe import Arguments
-from fp8lab.ops_linear import Codes
+from fp8lab.ops_operands import Codes
 
 Array = npt.NDArray[Any]
 
@@ -242,7 +242,7 @@ def scale_update(look: Look) -> Callable[[Any], Outputs]:
 
 
 def dequantize(look: Look) -> Callable[[Any], Outputs]:
-    """`ops_linear.Codes.decoded`: codes times their inverse scales."""
+    """`ops_operands.Codes.decoded`: codes times their inverse scales."""
     codes: Codes = look.given["self"]
     rows, columns = divided(look, codes.codes.shape)
 

@@ -19,7 +19,8 @@ from torch import nn
 
 from fp8lab.conversion_names import is_matched, nothing_matched, patterns_of, sensitive_layers
 from fp8lab.errors import UserError
-from fp8lab.linear import DTYPES, Fp8Linear, check_kernels, check_products
+from fp8lab.linear import Fp8Linear
+from fp8lab.linear_checks import DTYPES, check_kernels, check_products
 from fp8lab.recipes import Recipe, recipe_named
 
 MULTIPLE = 16  # what both dimensions of an FP8 layer are multiples of

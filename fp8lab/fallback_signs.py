@@ -19,7 +19,7 @@ from fp8lab.errors import UserError
 from fp8lab.fallback import SIGNS, WindowSigns
 from fp8lab.linear import Fp8Linear, OperandCast
 from fp8lab.linear_casts import Meter
-from fp8lab.ops_linear import Codes
+from fp8lab.ops_operands import Codes
 from fp8lab.ops_telemetry import CastTable, to_host
 
 Place = tuple[str, str]  # a layer's name and a role

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8lab.errors import UserError
-from fp8lab.linear import Fp8Linear, OperandCast, check_dtype
+from fp8lab.linear import Fp8Linear, OperandCast
 from fp8lab.linear_casts import RawBuffers
+from fp8lab.linear_checks import check_dtype
 from fp8lab.linear_products import Side, computing, product, sides
 from fp8lab.observe import at
-from fp8lab.ops_linear import Block, Codes
+from fp8lab.ops_operands import Block, Codes
 from fp8lab.recipes import Recipe
 
 

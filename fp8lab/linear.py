@@ -18,7 +18,6 @@ When what happens (`docs/training.md` tells why):
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8lab.errors import UserError
 from fp8lab.linear_casts import CastStatistics, OperandCast, version_of
+from fp8lab.linear_checks import check_dtype, check_kernels, check_products
 from fp8lab.linear_compiled import compiled_linear, register
 from fp8lab.linear_products import (
     MODES,
@@ -48,11 +48,9 @@ from fp8lab.linear_state import (
     delayed_groups,
     operand_casts,
 )
-from fp8lab.ops_linear import Codes
+from fp8lab.ops_operands import Codes
 from fp8lab.recipes import (
     OPERANDS,
-    PRODUCT_OPERANDS,
-    PRODUCTS,
     DelayedScaling,
     Recipe,
     StaticScaling,
@@ -71,8 +69,6 @@ __all__ = [
     "operand_casts",
     "recompute_contexts",
 ]
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Fp8Linear(nn.Linear):
@@ -321,60 +317,6 @@ def forget_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Fp8Linear):
             module.forget_weight()
-
-
-def check_products(recipe: Recipe, products: str) -> None:
-    """Refuse products that there are not, and codes that the tensor core cannot multiply.
-
-    Raises:
-        UserError: With what is accepted.
-    """
-    if products not in MODES:
-        raise UserError(f"products is {products!r}; accepted: {', '.join(MODES)}")
-    if products == "decoded":
-        return
-    for name in PRODUCTS:
-        if not recipe.in_fp8(name):
-            continue
-        lengths = recipe.block_lengths(name)
-        if lengths - {32, 128} or len(lengths) > 1:
-            shown = ", ".join(str(length) for length in sorted(lengths))
-            raise UserError(
-                f"recipe {recipe.name!r}: the {name} product has blocks of {shown}; the FP8 product"
-                ' takes one length, 128 or 32 (products="decoded" takes any)'
-            )
-        for role, _ in PRODUCT_OPERANDS[name]:
-            fmt = recipe.operand(role).format
-            if fmt not in ("E4M3", "E5M2"):
-                raise UserError(
-                    f"recipe {recipe.name!r}: {role} is {fmt}; the FP8 product takes E4M3 and E5M2"
-                    ' (products="decoded" takes any)'
-                )
-
-
-def check_dtype(x: Tensor) -> None:
-    """Refuse an input of a type that no layer takes.
-
-    Raises:
-        TypeError: With what is accepted.
-    """
-    if x.dtype not in DTYPES:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"x has dtype {x.dtype}; accepted: {accepted}")
-
-
-def check_kernels(device: torch.device) -> None:
-    """Refuse a device on which the kernels do not run.
-
-    Raises:
-        UserError: A CPU, outside a process with TRITON_INTERPRET=1.
-    """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu"
-    if device.type != "cuda" and not interpreted:
-        raise UserError(
-            f'products is "kernels", but the layer is on {device}; move the model to a CUDA device,'
-            ' or take products="codes" (the oracle computes on the CPU, with the same bits)'
-        )
 
 
 def _state_of(weight: Tensor, cast: OperandCast) -> tuple[int, ...] | None:

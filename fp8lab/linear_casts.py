@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from fp8lab import ops
 from fp8lab.linear_replay import recorder, replayed
-from fp8lab.ops_linear import Codes, Layouts, block_codes, tensor_codes
+from fp8lab.ops_linear import block_codes, tensor_codes
+from fp8lab.ops_operands import Codes, Layouts
 from fp8lab.ops_telemetry import count_cast
 from fp8lab.recipes import (
     BlockScaling,

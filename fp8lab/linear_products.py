@@ -23,14 +23,8 @@ from torch.autograd.function import once_differentiable
 from fp8lab import ops
 from fp8lab.linear_casts import OperandCast
 from fp8lab.observe import at
-from fp8lab.ops_linear import (
-    Block,
-    Codes,
-    bfloat16_product,
-    float32_product,
-    matmul,
-    through_kernels,
-)
+from fp8lab.ops_linear import bfloat16_product, float32_product, matmul, through_kernels
+from fp8lab.ops_operands import Block, Codes
 from fp8lab.recipes import PRODUCT_OPERANDS, NoScaling, Recipe
 
 if TYPE_CHECKING:

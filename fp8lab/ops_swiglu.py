@@ -13,7 +13,8 @@ from torch import Tensor
 from fp8lab.bridge import to_numpy, to_torch
 from fp8lab.emulation import swiglu as oracle
 from fp8lab.formats import Float8Format
-from fp8lab.ops_linear import Unwritten, computed_by_kernel
+from fp8lab.ops_linear import computed_by_kernel
+from fp8lab.ops_operands import Unwritten
 from fp8lab.recipes import BlockScaling
 
 

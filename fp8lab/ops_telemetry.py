@@ -15,7 +15,8 @@ from torch import Tensor
 from fp8lab.bridge import to_numpy, to_torch
 from fp8lab.emulation import telemetry as oracle
 from fp8lab.emulation.telemetry import BINS, CastCounts
-from fp8lab.ops_linear import Codes, computed_by_kernel
+from fp8lab.ops_linear import computed_by_kernel
+from fp8lab.ops_operands import Codes
 
 Words = npt.NDArray[np.int64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fp8lab.linear_replay import in_backward
-from fp8lab.ops_linear import Codes
+from fp8lab.ops_operands import Codes
 from fp8lab.ops_telemetry import CastTable
 
 

@@ -13,7 +13,7 @@ import fp8lab
 from fp8lab import ops, ops_adamw_steppers, ops_gradients, ops_linear
 from fp8lab.auditing import AuditError
 from fp8lab.emulation import scaling
-from fp8lab.ops_linear import Layouts
+from fp8lab.ops_operands import Layouts
 from fp8lab.recipes import PRODUCTS
 from tests.audit_cases import ROWS, K, Loop, M, N, Plant, after, flipped, network, of_shape
 

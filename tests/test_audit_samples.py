@@ -19,7 +19,8 @@ from fp8lab.audit_sampling import Sampler
 from fp8lab.emulation import scaling
 from fp8lab.formats import E4M3
 from fp8lab.observe import Arguments
-from fp8lab.ops_linear import Codes, Layouts, block_codes, tensor_codes
+from fp8lab.ops_linear import block_codes, tensor_codes
+from fp8lab.ops_operands import Codes, Layouts
 from fp8lab.recipes import BlockScaling, MxScaling, RowScaling
 from tests.audit_cases import EVERY_PRESET, ROWS, K, Loop, M, N, flipped, network
 

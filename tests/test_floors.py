@@ -78,6 +78,7 @@ HEIGHTS = {
     "fp8lab.ops_adamw": 1,
     "fp8lab.ops_gradients": 1,
     "fp8lab.ops_linear": 1,
+    "fp8lab.ops_operands": 1,
     "fp8lab.ops_swiglu": 1,
     "fp8lab.ops_telemetry": 1,
     "fp8lab.training": 3,

@@ -122,8 +122,8 @@ def test_variants_are_not_mixed_up_on_the_card() -> None:
 @pytest.mark.gpu
 def test_products_are_not_mixed_up_on_the_card() -> None:
     from fp8lab.kernels.matmul import matmul
-    from fp8lab.ops_linear import Codes
     from fp8lab.ops_linear import matmul as by_place
+    from fp8lab.ops_operands import Codes
 
     random = torch.Generator().manual_seed(1)
     memory = torch.randint(0, 120, (1 << 16,), generator=random, dtype=torch.uint8)

@@ -29,7 +29,7 @@ from fp8lab.linear import (
     operand_casts,
     recompute_contexts,
 )
-from fp8lab.ops_linear import Codes
+from fp8lab.ops_operands import Codes
 from fp8lab.recipes import PRESETS, Operand, RowScaling, recipe_named
 from fp8lab.testing import assert_bits_equal, to_numpy
 from fp8lab.testing.linear_reference import reference, scaled

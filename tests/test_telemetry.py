@@ -31,7 +31,7 @@ from fp8lab.experiments.plot_casts import draw_casts, table
 from fp8lab.gradients import LossScaler, UpdateStep
 from fp8lab.linear import operand_casts
 from fp8lab.models import TransformerConfig
-from fp8lab.ops_linear import Codes
+from fp8lab.ops_operands import Codes
 from fp8lab.ops_telemetry import CastTable
 from fp8lab.optimizer import AdamW
 from fp8lab.recipes import recipe_named

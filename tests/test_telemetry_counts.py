@@ -23,7 +23,8 @@ from fp8lab.emulation.telemetry import UNIT, CastCounts
 from fp8lab.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Float8Format
 from fp8lab.kernels.telemetry import COLUMNS, TelemetrySettings, count_cast_, magnitude_bins_
 from fp8lab.linear_casts import OperandCast
-from fp8lab.ops_linear import Codes, through_kernels
+from fp8lab.ops_linear import through_kernels
+from fp8lab.ops_operands import Codes
 from fp8lab.ops_telemetry import CastTable, count_cast, counts_of, to_host
 from fp8lab.recipes import recipe_named
 from fp8lab.testing import assert_bits_equal, compiled_ptx, run_kernel, to_torch
