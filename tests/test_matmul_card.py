@@ -103,6 +103,7 @@ def variants() -> list[Variant]:
         Variant(promote=128, start=True),
         Variant(promote=128, scaling="vectors", bias="vector", narrow=True),
         Variant(promote=128, scaling="tensor", bias="matrix"),
+        Variant(promote=128, start=True, bias="matrix"),
         Variant(start=True),
         Variant(scaling="tensor", narrow=True),
         Variant(scaling="vectors", bias="vector", narrow=True),
