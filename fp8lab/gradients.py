@@ -35,7 +35,6 @@ __all__ = [
     "UpdateStep",
     "accumulate_in_float32",
     "gradient_norm",
-    "live_steps",
 ]
 
 
