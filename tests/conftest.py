@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# A shell that runs tests in the background has them ignore Ctrl-C, and what they start would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On CI every run tries the same examples; elsewhere each run tries new ones. No deadline in either:
 # the Triton interpreter is slow, and a shared machine slower.

@@ -100,13 +100,18 @@ def test_a_sweep_from_start_to_figure(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {path: path.read_bytes() for path in runs.glob("**/*") if path.is_file()} == kept
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_an_interrupted_sweep_goes_on(jobs: int, tmp_path: Path) -> None:
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    straight.mkdir()
-    broken.mkdir()
-    assert main(sweep_arguments(straight, steps=60)) == 0
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of 60 steps that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert main(sweep_arguments(folder, steps=60)) == 0
+    return folder
 
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_interrupted_sweep_goes_on(jobs: int, straight: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
     command = [sys.executable, "-m", "fp8lab", *sweep_arguments(broken, steps=60, jobs=jobs)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(

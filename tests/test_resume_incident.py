@@ -206,11 +206,12 @@ def test_commands_with_other_options_share_the_work(tmp_path: Path, options: lis
     main(options)
     whole = (tmp_path / "x.jsonl").read_bytes()
     (tmp_path / "x.jsonl").unlink()
-    main([*options, "--variants", "exact"])
-    main([*options, "--after", "3", "--out", str(tmp_path / "longer.png")])
+    exact = [*options, "--variants", "exact"]
+    main(exact)
+    main([*exact, "--after", "3", "--out", str(tmp_path / "longer.png")])
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT.read_bytes()[::-1])
-    main([*options, "--text", str(other), "--out", str(tmp_path / "text.png")])
+    main([*exact, "--text", str(other), "--out", str(tmp_path / "text.png")])
     main(options)
     assert (tmp_path / "x.jsonl").read_bytes() == whole
 

@@ -220,10 +220,10 @@ def test_empty_and_odd_shapes() -> None:
         check_policies("cpu", shape, np.float32, -40)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_the_kernel_for_any_format_and_launch(data: st.DataObject, device: str) -> None:
-    shape = data.draw(st.sampled_from([(1, 1), (5, 33), (40, 1030), (9, 2048)]))
+    shape = data.draw(st.sampled_from([(1, 1), (5, 33), (9, 1030), (5, 2048)]))
     x = values_of(
         data.draw(st.integers(0, 999)),
         shape,
@@ -235,7 +235,8 @@ def test_the_kernel_for_any_format_and_launch(data: st.DataObject, device: str) 
     inverse = np.float32(1) / scale
     codes = quantize(x, fmt, scale=scale)
     launched = TelemetrySettings(
-        programs=data.draw(st.sampled_from([1, 2, 1000])),
+        # More than there are rows; the interpreter runs each program by itself.
+        programs=data.draw(st.sampled_from([1, 2, 1000 if device == "cuda" else 50])),
         num_warps=data.draw(st.sampled_from([4, 8])),
     )
     sums = data.draw(st.booleans())
