@@ -141,22 +141,20 @@ def _checked_accumulator(
 def _checked_promotion(
     promote_every: int | None, factors: Factors, core: TensorCore, k: int
 ) -> int | None:
-    if promote_every is None:
-        promote = factors.block_k
-        if promote is None:
-            return None
-    else:
-        promote = as_integer(promote_every)
+    given = factors.block_k if promote_every is None else promote_every
+    if given is None:
+        return None
+    promote = as_integer(given)
     # With K = 0 no shape tells how long blocks are, of which there are none.
     if k and factors.block_k not in (None, promote):
         raise ValueError(
-            f"promote_every is {promote_every!r}, but the scales have blocks of {factors.block_k}"
-            " along K; accepted: that number, or None"
+            f"promote_every is {given!r}, but the scales have blocks of {factors.block_k} along"
+            " K; accepted: that number, or None"
         )
     if promote is None or promote < 1 or promote % core.block_k:
         raise ValueError(
-            f"promote_every is {promote_every!r}; accepted: a multiple of {core.block_k}, the block"
-            f" of k of {core.name}"
+            f"promote_every is {given!r}; accepted: a multiple of {core.block_k}, the block of k"
+            f" of {core.name}"
         )
     return promote
 

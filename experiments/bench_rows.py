@@ -19,9 +19,8 @@ from fp8lab.experiments.row_checks import (
 )
 from fp8lab.records import Row
 
-_ENVIRONMENT = table_of(
-    {"device": is_text, "packages": table_of({"torch": is_text, "triton": is_text})}
-)
+_PACKAGES = table_of({"torch": is_text, "triton": is_text})
+_ENVIRONMENT = table_of({"device": is_text, "packages": _PACKAGES})
 _RUN: Kinds = {
     "kind": one_of("run"),
     "when": is_text,
@@ -63,7 +62,7 @@ _OPTIMIZER: Kinds = {
 _SPREAD = table_of(dict.fromkeys(("median", "smallest", "largest"), is_positive))
 _CASTING: Kinds = {
     **dict.fromkeys(("case", "kind", "date", "command", "device"), is_text),
-    "packages": table_of({"torch": is_text, "triton": is_text}),
+    "packages": _PACKAGES,
     "elements": is_positive,
     "bytes": is_count,
     "microseconds": _SPREAD,
@@ -116,9 +115,9 @@ def checked_casting(rows: list[Any], source: Path) -> list[Row]:
     _not_empty(rows, source)
     for line, row in enumerate(rows, start=1):
         check_row(row, _CASTING, source, line)
-        for key, is_right in (("share_of_copy", _SPREAD), ("microseconds_in_graph", _SPREAD)):
+        for key in ("share_of_copy", "microseconds_in_graph"):
             if row.get(key) is not None:
-                check_row(row, {key: is_right}, source, line)
+                check_row(row, {key: _SPREAD}, source, line)
     check_once(rows, ("case", "kind", "elements"), source)
     if not any(row["case"] == "copy" for row in rows):
         raise UserError(f"{source} holds no row of the device copy; run bench_casting again")

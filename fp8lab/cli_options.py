@@ -67,6 +67,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--autocast", action="store_true", help="bfloat16 outside the FP8 layers")
 
 
+def add_out(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the folder that a command writes."""
+    parser.add_argument(
+        "--out", type=Path, default=Path(default), metavar="FOLDER", help=f"(default {default})"
+    )
+
+
 def training_config(given: argparse.Namespace, recipe: Recipe, seed: int) -> TrainingConfig:
     """The settings of a run; what was not given has its default."""
     from fp8lab.models import MlpConfig, TransformerConfig

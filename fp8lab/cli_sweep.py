@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8lab.cli_options import add_training_options, stated, training_config
+from fp8lab.cli_options import add_out, add_training_options, stated, training_config
 from fp8lab.recipes import PRESETS, recipe_named
 
 
@@ -31,13 +31,7 @@ def add_sweep(commands: Any) -> None:
     sweep.add_argument(
         "--jobs", type=int, default=-1, metavar="N", help="runs at a time (-1: cores)"
     )
-    sweep.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/sweep"),
-        metavar="FOLDER",
-        help="(default runs/sweep)",
-    )
+    add_out(sweep, "runs/sweep")
     sweep.add_argument(
         "--figure",
         type=Path,

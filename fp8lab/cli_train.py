@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8lab.cli_options import add_training_options, training_config
+from fp8lab.cli_options import add_out, add_training_options, training_config
 from fp8lab.errors import UserError
 from fp8lab.recipes import PRESETS, Recipe, recipe_from_json, recipe_from_toml, recipe_named
 
@@ -34,13 +34,7 @@ def add_train(commands: Any) -> None:
     )
     train.add_argument("--seed", type=int, default=0, metavar="S", help="(default 0)")
     add_training_options(train)
-    train.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/train"),
-        metavar="FOLDER",
-        help="(default runs/train)",
-    )
+    add_out(train, "runs/train")
     _add_checkpoint_options(train)
     train.set_defaults(
         run=_train,

@@ -62,14 +62,12 @@ class _Side(NamedTuple):
         codes: Row-major, K along the rows.
         scales: As a table of rows by blocks of K.
         stride, stride_k: Of the scales, along the rows and along K.
-        own: Whether each row has its own scale.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor | None
     stride: int
     stride_k: int
-    own: bool
 
     @property
     def of_blocks(self) -> SideScales:
@@ -83,20 +81,8 @@ def _sides(product: Product) -> tuple[_Side, _Side]:
     scales = product.scales
     a_stride, a_stride_k, b_stride_k, b_stride = scales.strides
     return (
-        _Side(
-            aligned(product.a),
-            scales.a,
-            a_stride,
-            a_stride_k,
-            scales.rows_per_entry == 1 and a_stride != 0,
-        ),
-        _Side(
-            aligned(product.b),
-            scales.b,
-            b_stride,
-            b_stride_k,
-            scales.columns_per_entry == 1 and b_stride != 0,
-        ),
+        _Side(aligned(product.a), scales.a, a_stride, a_stride_k),
+        _Side(aligned(product.b), scales.b, b_stride, b_stride_k),
     )
 
 
@@ -113,9 +99,9 @@ def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
         )
     scales, length = product.scales, product.promote
     promoted = length is not None
-    sides = _sides(product)
+    own = scales.by_row, scales.by_column
     if settings.swap:
-        sides = sides[::-1]
+        own = own[::-1]
     depth = settings.block_k if length is None else BLOCK
     length = depth if length is None else length
     slices = depth // length
@@ -131,8 +117,8 @@ def gluon_plan(product: Product, settings: GluonSettings) -> GluonPlan:
         swap=settings.swap,
         scaling=scales.kind,
         # Where there are slices each row has its own, so that there are some beyond K, too.
-        by_row=blocks and (sides[0].own or slices > 1),
-        by_column=blocks and (sides[1].own or slices > 1),
+        by_row=own[0] or (blocks and slices > 1),
+        by_column=own[1] or (blocks and slices > 1),
         squares=BLOCK in (scales.rows_per_entry, scales.columns_per_entry),
         start=product.start is not None,
         bias=product.bias_kind,
