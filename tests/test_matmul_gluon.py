@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,20 @@ def product_of(**options: Any) -> Product:
         torch.zeros(size, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for size in (512, 384)
     )
     return checked_product(a, b.t(), **options)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("a", "b"), [("own", "own"), ("own", "shared"), ("shared", "own")])
+def test_the_plan_tells_whose_scales_are_each_rows_own(a: str, b: str, swap: bool) -> None:
+    """Of the operand that wgmma takes its rows from, and of the other one."""
+    scales_a = {"own": torch.ones(512, 2), "shared": torch.ones(4, 2)}[a]
+    scales_b = {"own": torch.ones(2, 384), "shared": torch.ones(2, 3)}[b]
+    product = product_of(inverse_scale_a=scales_a, inverse_scale_b=scales_b)
+    plan = gluon_plan(product, replace(SQUARE_FAST, swap=swap))
+    own = (a == "own", b == "own")
+    assert (plan.by_row, plan.by_column) == (own[::-1] if swap else own)
+    plain = gluon_plan(product_of(promote_every=128), replace(SQUARE_FAST, swap=swap))
+    assert (plain.by_row, plain.by_column) == (False, False)
 
 
 @pytest.mark.parametrize("settings", [PAIRED_FAST, PAIRED_BROAD_FAST], ids=str)
