@@ -3,7 +3,9 @@
     python -m fp8lab.experiments.bench_checkpoint [--megabytes 64,512] [--folder FOLDER]
 
 The state is a model's weights and two moments, float32, in tensors of 4 MiB. Each time is the least
-of a few; files are synced to the disk, as dd's are (conv=fsync). Loads come from the page cache.
+of a few, but for the first copy: for it a GPU's host memory is still to be page-locked, and later
+ones find that done. Files are synced to the disk, as dd's are (conv=fsync). Loads come from the page
+cache.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ def measure(megabytes: int, folder: Path, device: str, repeats: int) -> Row:
         "bytes": size,
         "device": device,
         "seconds": {
+            "first copy to host": round(_timed(lambda: take_state(state)), 4),
             "copy to host": _least(lambda: _timed(lambda: take_state(state)), repeats),
             "asynchronous save: wait": _least(stall, repeats),
             "synchronous save": _least(whole, repeats),
