@@ -35,6 +35,7 @@ from fp8lab.experiments.commands import (
     check_suffix,
     exit_code,
     listed,
+    made_by,
 )
 from fp8lab.experiments.large_model import LARGE_TRAINING
 from fp8lab.experiments.row_checks import checker, is_text
@@ -177,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     head = {
         "audit": said,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "environment": environment(given.device),
+        "environment": environment(given.device) | made_by("audit_run", arguments),
     }
     with Sitting(given.out, head, check=check_rows) as sitting:
         done = {row["preset"] for row in sitting.rows}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,6 +30,7 @@ from fp8lab.experiments.commands import (
     check_at_least,
     check_pattern,
     check_writable,
+    command_of,
     exit_code,
 )
 from fp8lab.experiments.kernel_variants import in_processes
@@ -265,7 +265,7 @@ def main(given: list[str] | None = None) -> None:
     else:
         rows = bench(arguments.elements, compiled_peers=not arguments.no_compiled_peers)
     if arguments.out is not None:
-        command = " ".join(["python -m fp8lab.experiments.bench_casting", *sys.argv[1:]])
+        command = command_of("bench_casting", given)
         save(arguments.out, rows, bench="casting", command=command)
     print(table(rows))
 

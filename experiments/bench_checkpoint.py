@@ -4,8 +4,8 @@
 
 The state is a model's weights and two moments, float32, in tensors of 4 MiB. Each time is the least
 of a few, but for the first copy: for it a GPU's host memory is still to be page-locked, and later
-ones find that done. Files are synced to the disk, as dd's are (conv=fsync). Loads come from the page
-cache.
+ones find that done. Files are synced to the disk, as dd's are (conv=fsync). Loads come from the
+page cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import torch
 from fp8lab.checkpoint import load, save, take_state
 from fp8lab.checkpoint_store import AsyncWriter, CheckpointStore
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code, listed
+from fp8lab.experiments.commands import (
+    Parser,
+    check_at_least,
+    check_writable,
+    exit_code,
+    listed,
+    made_by,
+)
 from fp8lab.experiments.new_rows import NewRows
 from fp8lab.records import Row, environment
 from fp8lab.training import check_device
@@ -114,7 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
         check_writable(given.folder / "x", "--folder")
         if not given.folder.is_dir():
             raise UserError(f"--folder is {given.folder}; accepted: a folder that there is")
-    head: Row = {"bench_checkpoint": environment(given.device)}
+    head: Row = {
+        "bench_checkpoint": environment(given.device),
+        **made_by("bench_checkpoint", arguments),
+    }
     rows = [head]
     with NewRows(given.out, head) if given.out is not None else nullcontext() as new:
         for megabytes in map(int, sizes):

@@ -10,7 +10,6 @@ shuffled: sorted ones flatter code that branches. To add cases, add a function t
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from fp8lab.experiments.commands import (
     check_at_least,
     check_suffix,
     check_writable,
+    command_of,
     exit_code,
 )
 from fp8lab.experiments.new_rows import NewRows
@@ -352,8 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
     check_at_least(given.repeats, 1, "--repeats")
     if given.elements is not None and (given.elements < FEW or given.elements % FEW):
         raise UserError(f"--elements is {given.elements}; accepted: multiples of {FEW}")
-    words = sys.argv[1:] if arguments is None else arguments
-    command = " ".join(["python -m fp8lab.experiments.bench_emulation", *words])
+    command = command_of("bench_emulation", arguments)
     rows, path = run(given.only, given.elements, given.repeats, given.out, command)
     print(report(rows))
     draw(rows, path.with_suffix(".png"))

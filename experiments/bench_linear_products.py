@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +23,13 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_matmul import LAYERS, LINEAR_ROWS
 from fp8lab.experiments.card_timing import codes, ratios, side_by_side
-from fp8lab.experiments.commands import Parser, check_positive, check_writable, exit_code
+from fp8lab.experiments.commands import (
+    Parser,
+    check_positive,
+    check_writable,
+    command_of,
+    exit_code,
+)
 from fp8lab.experiments.new_rows import NewRows
 from fp8lab.kernels.linear_products import data_gradient, forward, weight_gradient
 from fp8lab.records import Row, environment
@@ -172,7 +177,7 @@ def run(folder: Path, tokens: int, seconds: float) -> None:
     head: Row = {
         "kind": "run",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m fp8lab.experiments.bench_linear_products", *sys.argv[1:]]),
+        "command": command_of("bench_linear_products"),
         "environment": environment("cuda"),
     }
     with NewRows(folder / LINEAR_ROWS, head) as new:

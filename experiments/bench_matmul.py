@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,7 +29,13 @@ from fp8lab.emulation.matmul import matmul_at
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_rows import checked_products
 from fp8lab.experiments.card_timing import Launch, Telemetry, codes, ratios, side_by_side
-from fp8lab.experiments.commands import Parser, check_positive, check_writable, exit_code
+from fp8lab.experiments.commands import (
+    Parser,
+    check_positive,
+    check_writable,
+    command_of,
+    exit_code,
+)
 from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.matmul_table import SECTION, section
 from fp8lab.experiments.new_rows import NewRows
@@ -218,7 +223,7 @@ def run(folder: Path, only: str, seconds: float) -> Path:
     head: Row = {
         "kind": "run",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m fp8lab.experiments.bench_matmul", *sys.argv[1:]]),
+        "command": command_of("bench_matmul"),
         "environment": environment("cuda"),
     }
     new = NewRows(folder / ROWS, head)

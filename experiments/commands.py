@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fp8lab import cli_parser
 from fp8lab.errors import UserError
+from fp8lab.records import Row
 
 FIGURES = (".png", ".pdf", ".svg")
 ROWS = ".jsonl"
@@ -49,6 +52,18 @@ def exit_code(main: Callable[..., int | None], arguments: list[str] | None = Non
         place = f"{error.filename}: " if error.filename is not None else ""
         return _said(f"{place}{error.strerror or error}", 2, _notes(error) or [_KEPT])
     return code or 0
+
+
+def command_of(experiment: str, arguments: Sequence[str] | None = None) -> str:
+    """The command that rows are made with: this process's, or with other arguments."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return shlex.join(["python", "-m", f"fp8lab.experiments.{experiment}", *words])
+
+
+def made_by(experiment: str, arguments: Sequence[str] | None = None) -> Row:
+    """When (the day, UTC) and with which command rows are made: `date` and `command`."""
+    date = datetime.now(UTC).date().isoformat()
+    return {"date": date, "command": command_of(experiment, arguments)}
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from fp8lab.conversion import conversion_report
 from fp8lab.data import load_corpus
-from fp8lab.experiments.commands import Parser, check_at_least, exit_code, rows_and_figure
+from fp8lab.experiments.commands import Parser, check_at_least, exit_code, made_by, rows_and_figure
 from fp8lab.experiments.documents import check_document, fill
 from fp8lab.experiments.plot_fallback import check_rows, draw, table
 from fp8lab.experiments.sittings import Sitting
@@ -119,7 +119,7 @@ def _work(run: tuple[str, str, int], text: Path | None, steps: int) -> Row:
     return rows_of(*run, text, steps)
 
 
-def _sit(given: argparse.Namespace, path: Path) -> None:
+def _sit(given: argparse.Namespace, path: Path, made: Row) -> None:
     """Do the runs whose rows are not there."""
     corpus = load_corpus(given.text)
     head: Row = {
@@ -127,7 +127,7 @@ def _sit(given: argparse.Namespace, path: Path) -> None:
         "configuration": configuration("static", "fallback", 0, given.steps).to_dict(),
         "recipes": CONDITIONS,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "environment": environment("cpu"),
+        "environment": environment("cpu") | made,
     }
     runs = runs_of(given.seeds)
     with Sitting(path, head, check=check_rows) as sitting:
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_jobs(given.jobs, None)
         check_at_least(given.seeds, 1, "--seeds")
         check_at_least(given.steps, SPIKE[0], "--steps")  # something to see after the spike
-        _sit(given, path)
+        _sit(given, path, made_by("fallback_spike", arguments))
     rows = check_rows(read_rows(path), path)
     draw(rows, figure)
     found = table(rows)

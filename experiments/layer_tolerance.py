@@ -36,6 +36,7 @@ from fp8lab.experiments.commands import (
     check_distinct,
     exit_code,
     listed,
+    made_by,
     rows_and_figure,
 )
 from fp8lab.experiments.documents import check_document, fill
@@ -204,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = given.out or Path("figures/h200" if given.large else "figures") / "layer-tolerance.png"
     path, figure = rows_and_figure(out)
     if not given.redraw:
-        _sit(given, path)
+        _sit(given, path, made_by("layer_tolerance", arguments))
     head, *rows = check_rows(read_rows(path), path)
     rows = [head, *ranked(rows)]
     if given.document is not None:
@@ -216,11 +217,11 @@ def main(arguments: list[str] | None = None) -> None:
         fill(given.document, section_of(head["layer_tolerance"]), text)
 
 
-def _sit(given: argparse.Namespace, path: Path) -> None:
+def _sit(given: argparse.Namespace, path: Path, made: Row) -> None:
     """Scan what is missing."""
     corpus = load_corpus(given.text)
     plan = _plan(given, corpus)
-    head = _head(plan, corpus)
+    head = _head(plan, corpus, made)
     if given.document is not None:
         check_document(given.document, section_of(head["layer_tolerance"]))
     layers = layers_of(plan)
@@ -257,7 +258,7 @@ def _plan(given: argparse.Namespace, corpus: Corpus) -> Plan:
     return Plan(config, given.warm, recipes, patterns, given.roles, given.batches, checkpoint)
 
 
-def _head(plan: Plan, corpus: Corpus) -> Row:
+def _head(plan: Plan, corpus: Corpus, made: Row) -> Row:
     """The first row; what BF16 gives is known later."""
     settings = {
         "training": plan.config.to_dict(),
@@ -271,7 +272,7 @@ def _head(plan: Plan, corpus: Corpus) -> Row:
         "layer_tolerance": settings,
         "bf16": None,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "environment": environment(plan.config.device),
+        "environment": environment(plan.config.device) | made,
     }
 
 

@@ -26,7 +26,7 @@ from fp8lab.data import Corpus, load_corpus, sample_batch
 from fp8lab.emulation.adamw_states import AdamState, adamw_state
 from fp8lab.emulation.moments import read_moment, zero_moment
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code
+from fp8lab.experiments.commands import Parser, check_at_least, check_writable, exit_code, made_by
 from fp8lab.experiments.new_rows import NewRows
 from fp8lab.models import Transformer, TransformerConfig
 from fp8lab.recipes import recipe_named
@@ -76,7 +76,12 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         corpus = load_corpus(options.text)
         corpus.check_context(MODEL.context)
-        head = {"environment": environment("cpu"), "corpus": corpus.name, "steps": options.steps}
+        head = {
+            "environment": environment("cpu"),
+            **made_by("optimizer_states", arguments),
+            "corpus": corpus.name,
+            "steps": options.steps,
+        }
         with NewRows(rows_file, head) as new:
             for row in trajectories(corpus, options.steps):
                 new.add(row)

@@ -36,6 +36,7 @@ from fp8lab.experiments.commands import (
     check_at_least,
     check_distinct,
     exit_code,
+    made_by,
     rows_and_figure,
 )
 from fp8lab.experiments.incident_rows import check_rows, without_partner
@@ -171,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = Path("figures/h200" if given.large else "figures")
     path, figure = rows_and_figure(given.out or folder / "resume-incident.png")
     if not given.redraw:
-        _sit(given, path)
+        _sit(given, path, made_by("resume_incident", arguments))
     rows = check_rows(read_rows(path), path)
     alone = without_partner(rows[1:])
     compared = [row for row in rows[1:] if row not in alone]
@@ -187,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{path} holds nothing to compare yet; give the command without --redraw")
 
 
-def _sit(given: argparse.Namespace, path: Path) -> None:
+def _sit(given: argparse.Namespace, path: Path, made: Row) -> None:
     check_jobs(given.jobs, given.seconds)
     for option in ("seeds", "before", "after"):
         check_at_least(getattr(given, option), 1, f"--{option}")
@@ -209,7 +210,7 @@ def _sit(given: argparse.Namespace, path: Path) -> None:
     head: Row = {
         "resume_incident": settings,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "environment": environment(device),
+        "environment": environment(device) | made,
     }
     work = given.work / ("large" if given.large else "small")
     setting = Setting(given.before, given.after, given.large, given.text, work, corpus.sha256)

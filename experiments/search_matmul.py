@@ -19,9 +19,7 @@ long, is not timed; its row says so. Given again, the command does what is missi
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -32,7 +30,7 @@ import torch
 from fp8lab.errors import UserError
 from fp8lab.experiments.bench_matmul import shapes
 from fp8lab.experiments.card_timing import WARM_BURSTS, Launch, against_reference
-from fp8lab.experiments.commands import Parser, check_at_least, exit_code, listed
+from fp8lab.experiments.commands import Parser, check_at_least, command_of, exit_code, listed
 from fp8lab.experiments.search_matmul_card import Card, Contest
 from fp8lab.experiments.search_matmul_report import report
 from fp8lab.experiments.search_matmul_rows import (
@@ -223,8 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(
             "search_matmul needs a CUDA device; --report FILE prints a file's tables without"
         )
-    words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "fp8lab.experiments.search_matmul", *words])
+    command = command_of("search_matmul", arguments)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     run(search, given.out, given.seconds, Card({"when": when, "command": command}))
 

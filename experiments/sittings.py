@@ -2,7 +2,8 @@
 
 A file of rows begins with a head that says what the experiment is; each other row is a finished
 piece of work, appended and synced as it ends. So a sitting may be killed at any moment, and the
-next one goes on.
+next one goes on. Sittings may be days and commits apart: where the head's `environment` says these,
+each row says its own.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Sitting:
                 row is added.
         """
         self.path, self._late = path, late
+        here = head.get("environment") or {}
+        self._stamp = {key: here[key] for key in ("date", "git") if key in here}
         self._file = _locked(path)
         try:
             self._begin(json.loads(to_json(head)), check)
@@ -110,8 +113,9 @@ class Sitting:
         self._begun = True
 
     def add(self, row: Row) -> None:
-        """Append a row and wait until it is on the disk."""
+        """Append a row, with the day and commit of this sitting; wait until it is on the disk."""
         assert self._begun
+        row = {**row, **{key: own for key, own in self._stamp.items() if key not in row}}
         self._append(row)
         self.rows.append(row)
 

@@ -12,6 +12,7 @@ import pytest
 from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
 from fp8lab.experiments import audit_run
+from fp8lab.experiments.commands import command_of
 from fp8lab.models import TransformerConfig
 from fp8lab.records import read_rows
 from fp8lab.training_config import TrainingConfig
@@ -58,6 +59,9 @@ def test_the_command_does_what_is_missing(
     audit_run.main(["--presets", "mx", *options])
     head, row = read_rows(out)
     assert (head["audit"]["steps"], head["audit"]["sample"]) == (1, 1)
+    command = command_of("audit_run", ["--presets", "mx", *options])
+    assert head["environment"]["command"] == command
+    assert {"date", "git"} <= set(row)
     assert (row["preset"], row["differences"]) == ("mx", 0)
     assert "0 of" in capsys.readouterr().out
     audit_run.main(["--presets", "mx,delayed", *options])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ def test_rows_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     arguments = ["--elements", "4096", "--repeats", "2", "--only", "quantize E4M3 float32"]
     assert main([*arguments, "--out", str(out)]) == 0
     described, *rows = read_rows(out)
-    assert described["bench"]["command"].endswith(" ".join([*arguments, "--out", str(out)]))
+    assert described["bench"]["command"].endswith(shlex.join([*arguments, "--out", str(out)]))
     assert described["bench"]["environment"]["packages"]["numpy"] == np.__version__
     assert [row["case"] for row in rows] == [
         "quantize E4M3 float32 normal",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8lab.experiments.bench_checkpoint import main
+from fp8lab.experiments.commands import command_of
 from fp8lab.records import read_rows
 
 
@@ -14,6 +15,10 @@ def test_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     options = ["--megabytes", "1", "--repeats", "1", "--folder", str(tmp_path)]
     main([*options, "--out", str(tmp_path / "rows.jsonl")])
     head, row = read_rows(tmp_path / "rows.jsonl")
+    command = [*options, "--out", str(tmp_path / "rows.jsonl")]
+    assert head["command"] == command_of("bench_checkpoint", command)
+    assert head["date"][:2] == "20"
+    assert "first copy to host" in row["seconds"]
     assert "processor" in head["bench_checkpoint"]
     assert row["bytes"] == 3 * 4 * 2**20
     assert all(seconds > 0 for seconds in row["seconds"].values())

@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 
 from fp8lab.errors import UserError
 from fp8lab.experiments import fallback_spike
+from fp8lab.experiments.commands import command_of
 from fp8lab.experiments.plot_fallback import table
 from fp8lab.records import Row, read_rows
 
@@ -23,6 +24,7 @@ def test_rows_figure_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     options = ["--seeds", "1", "--steps", "8", "--text", str(TEXT), "--out", str(figure)]
     fallback_spike.main(options)
     rows = read_rows(figure.with_suffix(".jsonl"))
+    assert rows[0]["environment"]["command"] == command_of("fallback_spike", options)
     variants = [(row["condition"], row["variant"]) for row in rows[1:]]
     assert variants == [
         ("", "bf16"),

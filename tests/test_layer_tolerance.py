@@ -19,6 +19,7 @@ from fp8lab.checkpoint_store import CheckpointStore
 from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
 from fp8lab.experiments import layer_tolerance
+from fp8lab.experiments.commands import command_of
 from fp8lab.experiments.layer_tolerance import configuration, main
 from fp8lab.experiments.plot_tolerance import draw, ranked, table
 from fp8lab.experiments.sittings import Sitting
@@ -195,6 +196,8 @@ def test_the_command(tmp_path: Path, tiny: None, capsys: pytest.CaptureFixture[s
     main([*command, "--document", str(document)])
     printed = capsys.readouterr().out
     head, *rows = read_rows(tmp_path / "x.jsonl")
+    given = [*command, "--document", str(document)]
+    assert head["environment"]["command"] == command_of("layer_tolerance", given)
     assert head["layer_tolerance"]["products"] == "decoded"
     assert head["bf16"]["loss"] > 0
     assert len(rows) == 2 * 9  # two blocks of four, and the head
@@ -345,7 +348,9 @@ def test_the_mlp_has_a_picture_too(tmp_path: Path) -> None:
     corpus = load_corpus(TEXT)
     config = replace(configuration(1), model=MlpConfig(16, 16, 2, 4), batch=2)
     plan = layer_tolerance.Plan(config, 0, (recipe_named("rowwise"),), batches=1)
-    with Sitting(tmp_path / "x.jsonl", layer_tolerance._head(plan, corpus), late="bf16") as sitting:
+    with Sitting(
+        tmp_path / "x.jsonl", layer_tolerance._head(plan, corpus, {}), late="bf16"
+    ) as sitting:
         layers = layer_tolerance.layers_of(plan)
         layer_tolerance.do_missing(sitting, plan, corpus, layers)
     assert {row["layer"] for row in sitting.rows} == {"hidden.0", "hidden.1", "head"}

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from fp8lab.errors import UserError
+from fp8lab.experiments.commands import command_of
 from fp8lab.experiments.optimizer_states import FORMATS, check_rows, main
 from fp8lab.records import read_rows
 
@@ -23,6 +24,8 @@ def test_a_shorter_run_lies_beside_the_longer_one(
     main([*TEXT, "--steps", "2", "--out", str(out)])
     rows, figure = out.with_suffix(".jsonl"), out.with_suffix(".png")
     assert [row["step"] for row in read_rows(rows)[1:]] == [1] * len(FORMATS) + [2] * len(FORMATS)
+    command = command_of("optimizer_states", [*TEXT, "--steps", "2", "--out", str(out)])
+    assert read_rows(rows)[0]["command"] == command
     before = rows.read_bytes(), figure.read_bytes()
     main([*TEXT, "--steps", "1", "--out", str(out)])
     assert (rows.read_bytes(), figure.read_bytes()) == before

@@ -19,7 +19,7 @@ from fp8lab.experiments.sittings import Sitting
 from fp8lab.experiments.turns import in_turn
 from fp8lab.records import read_rows
 
-HEAD: dict[str, Any] = {"it": {"steps": 3}, "environment": {"device": "cpu", "git": "a"}}
+HEAD: dict[str, Any] = {"it": {"steps": 3}, "environment": {"device": "cpu", "python": "3.11"}}
 
 
 def test_a_second_sitting_goes_on(tmp_path: Path) -> None:
@@ -27,12 +27,30 @@ def test_a_second_sitting_goes_on(tmp_path: Path) -> None:
     with Sitting(path, HEAD) as sitting:
         sitting.add({"a": 2})
         sitting.add({"a": 1})
-    other = {**HEAD, "environment": {"device": "cpu", "git": "b"}}
+    other = {**HEAD, "environment": {"device": "cpu", "python": "3.12"}}
     with Sitting(path, other) as sitting:
         assert sitting.rows == [{"a": 2}, {"a": 1}]
         sitting.add({"a": 0})
         sitting.sort(lambda row: row["a"])
     assert read_rows(path) == [HEAD, {"a": 0}, {"a": 1}, {"a": 2}]
+
+
+def test_rows_say_of_which_sitting_they_are(tmp_path: Path) -> None:
+    """Days and commits may lie between sittings; the head says those of the first."""
+    path = tmp_path / "x.jsonl"
+    said = [{"device": "cpu", "date": f"2026-11-{day}", "git": f"{day:012x}"} for day in (29, 30)]
+    for place, environment in enumerate(said):
+        with Sitting(path, {**HEAD, "environment": environment}) as sitting:
+            sitting.add({"a": place})
+            sitting.add({"b": place, "date": "its own"})
+    stamps = [{key: own[key] for key in ("date", "git")} for own in said]
+    assert read_rows(path) == [
+        {**HEAD, "environment": said[0]},
+        {"a": 0, **stamps[0]},
+        {"b": 0, **stamps[0], "date": "its own"},
+        {"a": 1, **stamps[1]},
+        {"b": 1, **stamps[1], "date": "its own"},
+    ]
 
 
 def test_what_a_kill_cut_short_is_cut_off(tmp_path: Path) -> None:
