@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -380,8 +381,29 @@ def test_the_benchmark_times_each_kind_of_step() -> None:
     assert "casts" not in model["unwatched"]()
     assert "parameters" not in model["without"]()
     assert "casts" not in model["without"]()
-    times = bench.timed(blocks, 1)
-    assert all(found > 0 for own in times.values() for found in own)
+    assert {name: len(own) for name, own in bench.timed(blocks, 1).items()} == dict.fromkeys(
+        ("without", "unwatched", "watched"), 1
+    )
+
+
+def test_a_watched_step_is_timed_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the steps' own: other work on the machine changes nothing."""
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    def lasting(seconds: float) -> Callable[[], None]:
+        def step() -> None:
+            nonlocal now
+            now += seconds
+
+        return step
+
+    kinds = {"without": lasting(1.0), "unwatched": lasting(2.0), "watched": lasting(5.0)}
+    times = bench.timed(kinds, 2)
+    assert times == {"without": [1e3] * 2, "unwatched": [2e3] * 2, "watched": [5e3] * 2}
+
+
+def test_the_mean_of_a_step_at_each_rate() -> None:
     row = bench.summary({"without": [10.0], "unwatched": [10.0], "watched": [20.0]})
     assert (row["every_100"], row["every_10"]) == (1.01, 1.1)
     line = bench.line_of({"group": "blocks", "recipe": "delayed", **row})
