@@ -3,9 +3,9 @@
     python -m fp8lab.experiments.bench_checkpoint [--megabytes 64,512] [--folder FOLDER]
 
 The state is a model's weights and two moments, float32, in tensors of 4 MiB. Each time is the least
-of a few, but for the first copy: for it a GPU's host memory is still to be page-locked, and later
-ones find that done. Files are synced to the disk, as dd's are (conv=fsync). Loads come from the
-page cache.
+of a few, but for the first copy: the host memory that it goes to is still to be had from the
+system, and for a GPU to be page-locked; later ones find that done. So each size has a process of
+its own. Files are synced to the disk, as dd's are (conv=fsync). Loads come from the page cache.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fp8lab.experiments.commands import (
     made_by,
 )
 from fp8lab.experiments.new_rows import NewRows
+from fp8lab.experiments.turns import in_turn
 from fp8lab.records import Row, environment
 from fp8lab.training import check_device
 
@@ -129,7 +131,10 @@ def main(arguments: list[str] | None = None) -> None:
     with NewRows(given.out, head) if given.out is not None else nullcontext() as new:
         for megabytes in map(int, sizes):
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                rows.append(measure(megabytes, Path(folder), given.device, given.repeats))
+                options = {"device": given.device, "repeats": given.repeats}
+                work = partial(measure, folder=Path(folder), **options)
+                [(_, row)] = in_turn([megabytes], work, apart=True)
+            rows.append(row)
             if new is not None:
                 new.add(rows[-1])
     kinds = list(rows[1]["seconds"])

@@ -166,7 +166,7 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(folder: Path, tokens: int, seconds: float) -> None:
+def run(folder: Path, tokens: int, seconds: float, command: str) -> None:
     """Measure, print a line a row, and write the rows."""
     if tokens < 512 or tokens % 512:
         raise UserError(f"--tokens is {tokens}; accepted: multiples of 512")
@@ -177,7 +177,7 @@ def run(folder: Path, tokens: int, seconds: float) -> None:
     head: Row = {
         "kind": "run",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_of("bench_linear_products"),
+        "command": command,
         "environment": environment("cuda"),
     }
     with NewRows(folder / LINEAR_ROWS, head) as new:
@@ -201,7 +201,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="of the batch")
     parser.add_argument("--seconds", type=float, default=0.2, help="of hot work a row")
     chosen = parser.parse_args(arguments)
-    run(chosen.out, chosen.tokens, chosen.seconds)
+    command = command_of("bench_linear_products", arguments)
+    run(chosen.out, chosen.tokens, chosen.seconds, command)
     return 0
 
 

@@ -209,7 +209,7 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(folder: Path, only: str, seconds: float) -> Path:
+def run(folder: Path, only: str, seconds: float, command: str) -> Path:
     """Measure, print a line a row, and write the rows; returns the file that they are in."""
     check_positive(seconds, "--seconds")
     chosen = {name: sizes for name, sizes in shapes().items() if only in name}
@@ -223,7 +223,7 @@ def run(folder: Path, only: str, seconds: float) -> Path:
     head: Row = {
         "kind": "run",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_of("bench_matmul"),
+        "command": command,
         "environment": environment("cuda"),
     }
     new = NewRows(folder / ROWS, head)
@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--document tells of all shapes; leave --only out, or --document")
         of_layers = _rows_of_layers(folder)
     if chosen.draw is None:
-        path = run(folder, chosen.only, chosen.seconds)
+        path = run(folder, chosen.only, chosen.seconds, command_of("bench_matmul", arguments))
         if path != folder / ROWS:  # figures and tables are of the whole rows, which stay
             return 0
     path = folder / ROWS

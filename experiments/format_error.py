@@ -25,7 +25,7 @@ from fp8lab.emulation.scaling import (
     update_delayed,
 )
 from fp8lab.errors import UserError
-from fp8lab.experiments.commands import Parser, check_writable, exit_code
+from fp8lab.experiments.commands import Parser, check_writable, exit_code, made_by
 from fp8lab.experiments.new_rows import NewRows
 from fp8lab.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Float8Format
 from fp8lab.records import Row, environment, read_rows
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = check_rows(read_rows(beside), beside)
     else:
         described = {
-            "command": "python -m fp8lab.experiments.format_error",
+            **made_by("format_error", arguments),
             "lowest": LOWEST,
             "highest": HIGHEST,
             "columns": COLUMNS,

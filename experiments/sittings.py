@@ -2,8 +2,8 @@
 
 A file of rows begins with a head that says what the experiment is; each other row is a finished
 piece of work, appended and synced as it ends. So a sitting may be killed at any moment, and the
-next one goes on. Sittings may be days and commits apart: where the head's `environment` says these,
-each row says its own.
+next one goes on. Sittings may be days and commits apart: what the head's `environment` says of
+these, and of the command, each row says, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 
 from fp8lab.errors import UserError
 from fp8lab.records import Row, to_json
+
+STAMP = ("date", "when", "command", "git")
+"""Of the environment, what each row says of its own sitting."""
 
 
 class Sitting:
@@ -58,7 +61,7 @@ class Sitting:
         """
         self.path, self._late = path, late
         here = head.get("environment") or {}
-        self._stamp = {key: here[key] for key in ("date", "git") if key in here}
+        self._stamp = {key: here[key] for key in STAMP if key in here}
         self._file = _locked(path)
         try:
             self._begin(json.loads(to_json(head)), check)
@@ -113,9 +116,13 @@ class Sitting:
         self._begun = True
 
     def add(self, row: Row) -> None:
-        """Append a row, with the day and commit of this sitting; wait until it is on the disk."""
+        """Append a row, with the `STAMP` of this sitting; wait until it is on the disk.
+
+        A row that has an environment of its own says all that itself.
+        """
         assert self._begun
-        row = {**row, **{key: own for key, own in self._stamp.items() if key not in row}}
+        if "environment" not in row:
+            row = row | self._stamp
         self._append(row)
         self.rows.append(row)
 

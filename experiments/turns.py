@@ -42,6 +42,7 @@ def in_turn(
     seconds: float | None = None,
     gpus: int = 0,
     ready: Callable[[Task], bool] = lambda _: True,
+    apart: bool = False,
 ) -> Iterator[tuple[Task, Result]]:
     """Do tasks in their order, several at a time, and yield each with its result as it ends.
 
@@ -53,6 +54,7 @@ def in_turn(
         seconds: After so many nothing new is begun; what was begun ends. None: no limit.
         gpus: Over how many GPUs the processes are spread; 0: none is chosen.
         ready: Whether a task can be begun yet; those that cannot wait for the others.
+        apart: Each task has a new process of its own, whose memory no other has touched.
 
     Raises:
         UserError: A process was killed. What `work` raises is raised.
@@ -69,14 +71,18 @@ def in_turn(
             waiting.remove(found)
         return found
 
-    if jobs == 1:
+    if jobs == 1 and not apart:
         while (task := following()) is not None:
             yield task, _done(work, task)
         return
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        jobs, context, initializer=_begin_process, initargs=(context.Value("i", 0), gpus)
+        jobs,
+        context,
+        initializer=_begin_process,
+        initargs=(context.Value("i", 0), gpus),
+        max_tasks_per_child=1 if apart else None,
     )
     running: dict[Future[Result], Task] = {}
     try:
@@ -91,7 +97,7 @@ def in_turn(
     except BrokenProcessPool:
         raise UserError(
             "a process was killed (out of memory?); finished rows are kept: give the same command"
-            " again, with a smaller --jobs"
+            " again" + ", with a smaller --jobs" * (jobs > 1)
         ) from None
     finally:
         if running:  # whoever asked does not want them any more

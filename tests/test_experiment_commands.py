@@ -6,11 +6,13 @@ import errno
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ pytest.importorskip("matplotlib")
 from fp8lab.checkpoint import CheckpointError
 from fp8lab.errors import UserError
 from fp8lab.experiments import audit_run, incident_rows, plot_curves, plot_fallback, plot_tolerance
-from fp8lab.experiments.commands import exit_code, rows_and_figure
+from fp8lab.experiments.commands import command_of, exit_code, made_by, rows_and_figure
 from fp8lab.experiments.plot import check_figure
 from fp8lab.experiments.plot_casts import draw_casts
 from fp8lab.experiments.preset_run import configuration
@@ -60,6 +62,26 @@ def test_mistakes_are_one_line(
     found = capsys.readouterr().err
     assert said in found
     assert found.count("\n") == 1
+
+
+def test_commands_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["x.py", "--condition", "history 16"])
+    said = "python -m fp8lab.experiments.resume_incident --condition 'history 16'"
+    assert command_of("resume_incident") == said
+    assert command_of("sweep", ["--jobs", "2"]) == "python -m fp8lab.experiments.sweep --jobs 2"
+    made = made_by("resume_incident")
+    assert made["command"] == said
+    assert date.fromisoformat(made["date"]) >= date(2026, 11, 30)
+
+
+def test_each_experiment_says_its_own_name() -> None:
+    """Also those that need a card, whose rows no test here makes."""
+    call = re.compile(r"\b(?:command_of|made_by)\(\s*\"(\w+)\"")
+    files = {name: ROOT / "experiments" / f"{name}.py" for name in COMMANDS}
+    named = {name: set(call.findall(file.read_text("utf-8"))) for name, file in files.items()}
+    said = {name: own for name, own in named.items() if own}
+    assert len(said) > 10
+    assert said == {name: {name} for name in said}
 
 
 def test_notes_say_what_became_of_rows(capsys: pytest.CaptureFixture[str]) -> None:

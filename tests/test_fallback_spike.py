@@ -13,6 +13,7 @@ from fp8lab.experiments import fallback_spike
 from fp8lab.experiments.commands import command_of
 from fp8lab.experiments.plot_fallback import table
 from fp8lab.records import Row, read_rows
+from tests.unstamped import rows_of as unstamped
 
 TEXT = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 
@@ -24,6 +25,7 @@ def test_rows_figure_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     options = ["--seeds", "1", "--steps", "8", "--text", str(TEXT), "--out", str(figure)]
     fallback_spike.main(options)
     rows = read_rows(figure.with_suffix(".jsonl"))
+    assert "date" in rows[0]["environment"]
     assert rows[0]["environment"]["command"] == command_of("fallback_spike", options)
     variants = [(row["condition"], row["variant"]) for row in rows[1:]]
     assert variants == [
@@ -57,7 +59,7 @@ def test_a_kill_leaves_the_rows_that_are_finished(
     options = ["--seeds", "2", "--steps", "3", "--text", str(TEXT), "--out", str(figure)]
     fallback_spike.main(options)
     path = figure.with_suffix(".jsonl")
-    whole = path.read_bytes()
+    whole, rows = path.read_bytes(), unstamped(path)
     done: list[tuple[str, str, int]] = []
 
     def killed(condition: str, variant: str, seed: int, text: Path | None, steps: int) -> Row:
@@ -80,7 +82,7 @@ def test_a_kill_leaves_the_rows_that_are_finished(
         fallback_spike.main([*options, "--redraw"])
     monkeypatch.setattr(fallback_spike, "rows_of", rows_of)
     fallback_spike.main(options)
-    assert path.read_bytes() == whole
+    assert unstamped(path) == rows
 
 
 @pytest.mark.parametrize(

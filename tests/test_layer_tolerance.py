@@ -31,6 +31,7 @@ from fp8lab.records import Row, read_rows
 from fp8lab.resume import state_of
 from fp8lab.resume_config import fingerprint_of
 from fp8lab.training import TrainingRun
+from tests.unstamped import rows_of as unstamped
 
 TEXT = Path(__file__).parent.parent / "CONTRIBUTING.md"
 WIDTH = 32
@@ -198,6 +199,7 @@ def test_the_command(tmp_path: Path, tiny: None, capsys: pytest.CaptureFixture[s
     head, *rows = read_rows(tmp_path / "x.jsonl")
     given = [*command, "--document", str(document)]
     assert head["environment"]["command"] == command_of("layer_tolerance", given)
+    assert "date" in head["environment"]
     assert head["layer_tolerance"]["products"] == "decoded"
     assert head["bf16"]["loss"] > 0
     assert len(rows) == 2 * 9  # two blocks of four, and the head
@@ -225,14 +227,14 @@ def test_a_checkpoint_is_what_it_was_trained_to(tmp_path: Path, tiny: None) -> N
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     store.save(state_of(run).capture(), step=2, fingerprint=fingerprint_of(config, corpus))
     main([*options(tmp_path), "--warm", "2", "--layers", "blocks.0.*"])
-    trained = read_rows(tmp_path / "x.jsonl")
+    trained = unstamped(tmp_path / "x.jsonl")
     checkpoint = ["--checkpoint", str(tmp_path / "run"), "--layers", "blocks.0.*"]
     main([*options(tmp_path, "y.png"), *checkpoint])
-    loaded = read_rows(tmp_path / "y.jsonl")
-    assert loaded[1:] == trained[1:]
-    assert len(loaded) == 5
+    loaded = unstamped(tmp_path / "y.jsonl")
+    assert loaded == trained
+    assert len(loaded) == 4
     main([*options(tmp_path, "z.png"), "--warm", "0", "--layers", "blocks.0.*"])
-    assert read_rows(tmp_path / "z.jsonl")[1:] != trained[1:]
+    assert unstamped(tmp_path / "z.jsonl") != trained
     run.advance()
     store.save(state_of(run).capture(), step=3, fingerprint=fingerprint_of(config, corpus))
     with pytest.raises(UserError, match="holds rows of another bf16"):
@@ -299,7 +301,7 @@ def test_a_scan_that_was_killed_goes_on(
     command = [*options(tmp_path), "--warm", "1", "--recipes", "tensorwise,delayed"]
     main(command)
     path = tmp_path / "x.jsonl"
-    whole = path.read_bytes()
+    whole, rows = path.read_bytes(), unstamped(path)
     path.unlink()
     rows_of = Scan.rows
 
@@ -316,10 +318,10 @@ def test_a_scan_that_was_killed_goes_on(
     main([*command, "--redraw"])  # ranks of those that are there
     monkeypatch.setattr(Scan, "rows", rows_of)
     main(command)
-    assert path.read_bytes() == whole
+    assert unstamped(path) == rows
     monkeypatch.setattr(layer_tolerance, "trained", None)
     main(command)  # nothing is missing
-    assert path.read_bytes() == whole
+    assert unstamped(path) == rows
     path.write_bytes(whole.splitlines(keepends=True)[0])
     with pytest.raises(UserError, match="no layer is scanned yet"):
         main([*command, "--redraw"])

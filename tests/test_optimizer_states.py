@@ -26,6 +26,7 @@ def test_a_shorter_run_lies_beside_the_longer_one(
     assert [row["step"] for row in read_rows(rows)[1:]] == [1] * len(FORMATS) + [2] * len(FORMATS)
     command = command_of("optimizer_states", [*TEXT, "--steps", "2", "--out", str(out)])
     assert read_rows(rows)[0]["command"] == command
+    assert "date" in read_rows(rows)[0]
     before = rows.read_bytes(), figure.read_bytes()
     main([*TEXT, "--steps", "1", "--out", str(out)])
     assert (rows.read_bytes(), figure.read_bytes()) == before

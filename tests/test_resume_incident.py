@@ -35,6 +35,7 @@ from fp8lab.experiments.plot_resume import draw, gaps, table
 from fp8lab.experiments.resume_incident import main, tasks_of, variants_named
 from fp8lab.models import TransformerConfig
 from fp8lab.records import Row, read_rows, to_json
+from tests.unstamped import rows_of as unstamped
 
 TEXT = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
@@ -185,7 +186,7 @@ def test_sittings_give_the_file_of_one(tmp_path: Path, options: list[str]) -> No
     """Some variants, a kill within a row, another work folder, two processes: the same rows."""
     main(options)
     path = tmp_path / "x.jsonl"
-    whole = _rows_of(path)
+    whole = unstamped(path)
     command = read_rows(path)[0]["environment"]["command"]
     assert command == shlex.join(["python", "-m", resume_incident.__name__, *options])
     path.unlink()
@@ -196,18 +197,18 @@ def test_sittings_give_the_file_of_one(tmp_path: Path, options: list[str]) -> No
         "no random state",
     ]
     with path.open("ab") as file:
-        file.write(whole[-2][:200].encode())
+        file.write(to_json(whole[-2])[:200].encode())
     main([*options, "--work", str(tmp_path / "elsewhere"), "--jobs", "2"])
-    assert _rows_of(path) == whole
+    assert unstamped(path) == whole
     main(options)  # nothing is missing
-    assert _rows_of(path) == whole
+    assert unstamped(path) == whole
     with pytest.raises(UserError, match="holds rows of another resume_incident"):
         main([*options, "--after", "3"])
 
 
 def test_commands_with_other_options_share_the_work(tmp_path: Path, options: list[str]) -> None:
     main(options)
-    whole = _rows_of(tmp_path / "x.jsonl")
+    whole = unstamped(tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").unlink()
     exact = [*options, "--variants", "exact"]
     main(exact)
@@ -216,14 +217,7 @@ def test_commands_with_other_options_share_the_work(tmp_path: Path, options: lis
     other.write_bytes(TEXT.read_bytes()[::-1])
     main([*exact, "--text", str(other), "--out", str(tmp_path / "text.png")])
     main(options)
-    assert _rows_of(tmp_path / "x.jsonl") == whole
-
-
-def _rows_of(path: Path) -> list[str]:
-    """The rows below the head, whose command may be another, without the day."""
-    rows = read_rows(path)[1:]
-    assert all(row.pop("date") for row in rows)
-    return [to_json(row) for row in rows]
+    assert unstamped(tmp_path / "x.jsonl") == whole
 
 
 @pytest.mark.parametrize(

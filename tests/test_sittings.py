@@ -38,18 +38,21 @@ def test_a_second_sitting_goes_on(tmp_path: Path) -> None:
 def test_rows_say_of_which_sitting_they_are(tmp_path: Path) -> None:
     """Days and commits may lie between sittings; the head says those of the first."""
     path = tmp_path / "x.jsonl"
-    said = [{"device": "cpu", "date": f"2026-11-{day}", "git": f"{day:012x}"} for day in (29, 30)]
+    said = [
+        {"device": "cpu", "date": f"2026-11-{day}", "command": f"c {day}", "git": f"{day:012x}"}
+        for day in (29, 30)
+    ]
     for place, environment in enumerate(said):
         with Sitting(path, {**HEAD, "environment": environment}) as sitting:
             sitting.add({"a": place})
-            sitting.add({"b": place, "date": "its own"})
-    stamps = [{key: own[key] for key in ("date", "git")} for own in said]
+            sitting.add({"b": place, "environment": {"git": "its own"}})
+    stamps = [{key: own[key] for key in ("date", "command", "git")} for own in said]
     assert read_rows(path) == [
         {**HEAD, "environment": said[0]},
         {"a": 0, **stamps[0]},
-        {"b": 0, **stamps[0], "date": "its own"},
+        {"b": 0, "environment": {"git": "its own"}},
         {"a": 1, **stamps[1]},
-        {"b": 1, **stamps[1], "date": "its own"},
+        {"b": 1, "environment": {"git": "its own"}},
     ]
 
 
