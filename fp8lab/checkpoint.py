@@ -148,6 +148,7 @@ def write(
             text = canonical(asdict(manifest))
             add(MANIFEST, text)
             add(SUM, sum_line(text))
+            name = "putting it in its place"
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint {folder} ({name}): {error.strerror or error};"
@@ -170,6 +171,7 @@ def load(folder: Path, *, fingerprint: Mapping[str, Any] | None = None) -> Check
     if fingerprint is not None:
         check_fingerprint(folder, manifest.fingerprint, fingerprint)
     texts = parsed(folder, STATE, _checked(folder, manifest, STATE))
+    _check_parts(folder, manifest, texts)
     state: dict[str, Tree] = {}
     for part, plain in texts.items():
         tensors: dict[str, Tensor] = {}
@@ -180,7 +182,7 @@ def load(folder: Path, *, fingerprint: Mapping[str, Any] | None = None) -> Check
                 tensors = tensors_from_bytes(_checked(folder, manifest, file), entries)
                 file = STATE
             state[part] = rebuild(json.dumps(plain), tensors)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / file} cannot be used: {error}") from None
     return Checkpoint(folder, manifest, migrated(state, manifest.version))
 
@@ -192,6 +194,20 @@ def verify(folder: Path) -> Manifest:
         CheckpointError: As `load`.
     """
     return load(folder).manifest
+
+
+def _check_parts(folder: Path, manifest: Manifest, texts: Mapping[str, Any]) -> None:
+    """Refuse a manifest that tells of other parts or files than there are in the state."""
+    entries = manifest.tensors
+    files = {STATE, *(_tensor_file(part) for part, own in entries.items() if own)}
+    for there, said, what in (
+        (texts.keys(), entries.keys(), "part"),
+        (files, manifest.files.keys(), "file"),
+    ):
+        if odd := sorted(there ^ said):
+            raise CheckpointError(
+                f"{folder / MANIFEST} is damaged: it and {STATE} differ in the {what} {odd[0]}"
+            )
 
 
 def _tensor_file(part: str) -> str:

@@ -94,7 +94,7 @@ def new_folder(final: Path) -> Iterator[Callable[[str, bytes], None]]:
     Raises:
         OSError: What the system says; `FileExistsError` where the folder is there already.
     """
-    if final.exists():
+    if os.path.lexists(final):
         raise FileExistsError(17, "it exists already", str(final))
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
@@ -117,7 +117,10 @@ def new_folder(final: Path) -> Iterator[Callable[[str, bytes], None]]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that its name never stands for half of it."""
+    """Remove a folder so that its name never stands for half of it; of a link, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     condemned = folder.with_name(f".{folder.name}.partial-removed-{secrets.token_hex(4)}")
     folder.rename(condemned)
     shutil.rmtree(condemned)
@@ -126,7 +129,10 @@ def remove_folder(folder: Path) -> None:
 def remove_leftovers(root: Path) -> None:
     """Remove what killed processes left; nobody else may write in `root` meanwhile."""
     for leftover in root.glob(".*.partial-*"):
-        shutil.rmtree(leftover)
+        if leftover.is_symlink() or not leftover.is_dir():
+            leftover.unlink()
+        else:
+            shutil.rmtree(leftover)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,27 @@ from fp8lab.checkpoint_tree import Tree
 from fp8lab.errors import UserError
 
 FORMAT = "fp8lab checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST, SUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
+
+def _with_every_parameter(state: dict[str, Tree]) -> dict[str, Tree]:
+    """Version 1 left a parameter out of which the optimizer kept nothing: it has an empty table.
+
+    A part of another kind that has this name stays as it is.
+    """
+    match state.get("optimizer"):
+        case {"state": dict(kept), "param_groups": list(groups), **rest}:
+            lists = [group.get("params") for group in groups if isinstance(group, dict)]
+            names = [name for params in lists if isinstance(params, list) for name in params]
+            kept = {n: kept.get(n, {}) for n in names if isinstance(n, str)} | kept
+            return {**state, "optimizer": {"state": kept, "param_groups": groups, **rest}}
+    return state
+
+
 # From a version to the next: takes the parts as that version kept them, returns them as the next
-# version does. There is no older version yet.
-MIGRATIONS: dict[int, Callable[[dict[str, Tree]], dict[str, Tree]]] = {}
+# version does.
+MIGRATIONS: dict[int, Callable[[dict[str, Tree]], dict[str, Tree]]] = {1: _with_every_parameter}
 
 
 class CheckpointError(UserError):
@@ -72,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
     if table.get("format") != FORMAT:
         raise CheckpointError(f"{folder} is no checkpoint of fp8lab")
     version = table.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or isinstance(version, bool) or version > VERSION:
         raise CheckpointError(
             f"{folder} has format version {version}; this fp8lab reads up to {VERSION}: install"
             f" fp8lab {table.get('fp8lab')} or newer"
@@ -82,6 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} has format version {version}, which this fp8lab reads no more:"
             f" install fp8lab {table.get('fp8lab')}"
         )
+    _check_fields(folder, table)
     return Manifest(**table)
 
 
@@ -90,6 +107,64 @@ def migrated(state: dict[str, Tree], version: int) -> dict[str, Tree]:
     for older in range(version, VERSION):
         state = MIGRATIONS[older](state)
     return state
+
+
+def _check_fields(folder: Path, table: Mapping[str, Any]) -> None:
+    """Refuse a manifest whose sum is right and that still is none: another program's, say."""
+    names = [field.name for field in fields(Manifest)]
+    odd = [name for name in names if name not in table] + [n for n in table if n not in names]
+    for name in odd:
+        problem = "unknown" if name in table else "missing"
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {name} is {problem}")
+    for name, (holds, accepted) in _FIELDS.items():
+        if not holds(table[name]):
+            raise CheckpointError(
+                f"{folder / MANIFEST} is damaged: {name} is {_shown(table[name])}; accepted:"
+                f" {accepted}"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_metric(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (number and math.isfinite(value))
+
+
+def _is_file(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"bytes", "sha256"}
+        and _is_count(value["bytes"])
+        and isinstance(value["sha256"], str)
+    )
+
+
+def _is_entry(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"dtype", "shape"}
+        and isinstance(value["dtype"], str)
+        and isinstance(value["shape"], list)
+        and all(map(_is_count, value["shape"]))
+    )
+
+
+def _are(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is a table of such values."""
+    return lambda value: isinstance(value, dict) and all(map(holds, value.values()))
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_is_count, "a whole number, 0 and up"),
+    "fingerprint": (lambda value: isinstance(value, dict), "a table"),
+    "metric": (_is_metric, "a finite number, or null"),
+    "files": (_are(_is_file), "of each file bytes and sha256"),
+    "tensors": (_are(_are(_is_entry)), "of each part's tensors dtype and shape"),
+    "fp8lab": (lambda value: isinstance(value, str), "a text"),
+}
 
 
 def check_fingerprint(folder: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -117,9 +117,10 @@ class CheckpointStore:
             for folder in folders:
                 remove_folder(folder)
         except OSError as error:
-            place = error.filename or self.root
             raise CheckpointError(
-                f"cannot remove an old checkpoint at {place}: {error.strerror or error}"
+                f"cannot remove an old checkpoint in {self.root} ({error.filename}):"
+                f" {error.strerror or error}; the new one is whole: remove what is in the way, or"
+                " keep all"
             ) from error
 
     def _not_kept(self) -> list[Path]:

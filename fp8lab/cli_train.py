@@ -155,6 +155,8 @@ def _resume(given: argparse.Namespace) -> int:
         raise UserError(f"--resume goes on with the run's own settings; leave out {option}")
     with resume_run(given.resume, _plan(given), text=given.text) as run:
         print(f"going on after step {run.run.step} of {run.run.config.steps}")
+        if not (run.checked or given.unchecked):
+            print("the resume check was not made: the checkpoint was saved with --unchecked")
         return _do(run)
 
 

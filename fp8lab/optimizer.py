@@ -265,8 +265,11 @@ class AdamW(torch.optim.Optimizer):
         """Load a state, bit for bit: torch itself would cast it to the parameters' dtype.
 
         Raises:
-            ValueError: The groups do not match, or a state is not in this optimizer's formats.
+            ValueError: The groups do not match, a number in them is out of range, or a state is
+                not in this optimizer's formats.
         """
+        for live, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            _check_numbers({**live, **saved})
         params = [param for group in self.param_groups for param in group["params"]]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         if len(params) == len(saved_ids):  # otherwise torch says what does not match

@@ -24,6 +24,7 @@ import numpy as np
 
 from fp8lab import __version__
 from fp8lab.errors import UserError
+from fp8lab.watch_checks import is_row
 
 Row = dict[str, Any]
 
@@ -118,20 +119,20 @@ class RunRecorder:
             The recorder, whose clock goes on from the last row's, and the rows that stay.
 
         Raises:
-            UserError: There are no rows up to that step.
+            UserError: There are no rows up to that step, or one is damaged; the file is as it was.
         """
         path = folder / "metrics.jsonl"
         rows: list[Row] = []
         kept = []
         for line in _row_lines(path):
             row = _row_of(line)
-            if row is None or row.get("step", 0) > last_step:
+            if row is None or row["step"] > last_step:
                 break  # what a run that was killed wrote after its checkpoint, whole or torn
             rows.append(row)
             kept.append(line)
-        if [row.get("step") for row in rows] != list(range(1, last_step + 1)):
+        if [row["step"] for row in rows] != list(range(1, last_step + 1)):
             raise UserError(
-                f"{path} has no rows up to step {last_step}, one a step; it was changed"
+                f"{path} has no whole rows up to step {last_step}, one a step; it was changed"
             )
         write_atomically(path, "".join(line + "\n" for line in kept))
         recorder = cls.__new__(cls)
@@ -180,12 +181,12 @@ def _row_lines(path: Path) -> list[str]:
 
 
 def _row_of(line: str) -> Row | None:
-    """A row, or None where the line is none."""
+    """A step's row, or None where the line is none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) and {"step", "loss"} <= set(row) and is_row(row) else None
 
 
 def environment(device: str) -> dict[str, Any]:

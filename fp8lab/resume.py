@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8lab.checkpoint import Checkpoint, CheckpointError, load, read_manifest
+from fp8lab.checkpoint_manifest import first_difference
 from fp8lab.checkpoint_store import checkpoint_name, checkpoints_in
 from fp8lab.data import Corpus
 from fp8lab.errors import UserError
@@ -112,16 +113,22 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
         saved = dict(checkpoint.state)
         record = saved.pop("check", None)
         state = state_of(run)
+        if first_difference(saved.get("progress"), {"step": step}) is not None:
+            raise CheckpointError(
+                f"{checkpoint.folder} is damaged: the manifest says step {step}, the state does not"
+            )
         state.restore(saved)
         here = environment(config.device)
-        if plan.check and record is not None:
+        checked = plan.check and record is not None
+        if checked:
             now = {**trial(run, state, saved), "environment": comparable(here)}
             compare_trials(record, now, source=str(checkpoint.folder))
         recorder, past = RunRecorder.reopen(folder, step)
         resources.enter_context(recorder)
         with (folder / "resumed.jsonl").open("a", encoding="utf-8") as file:
-            file.write(to_json({"step": step, "checked": plan.check, "environment": here}) + "\n")
-        return FolderRun(folder, run, corpus, plan, recorder, past, here, resources.pop_all())
+            file.write(to_json({"step": step, "checked": checked, "environment": here}) + "\n")
+        kept = resources.pop_all()
+        return FolderRun(folder, run, corpus, plan, recorder, past, here, kept, checked=checked)
 
 
 def _check_empty(folder: Path) -> None:

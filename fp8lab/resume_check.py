@@ -8,8 +8,10 @@ it has copied its state, and puts the state back; whoever resumes does the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from fp8lab.checkpoint import CheckpointError
 from fp8lab.checkpoint_tree import Tree, bytes_of, same_leaf
@@ -27,8 +29,9 @@ def trial(run: TrainingRun, state: TrainingState, before: Mapping[str, Tree]) ->
         before: A copy of what the state is now.
 
     Returns:
-        `amax` of every cast by name, `loss`, `grad_norm`, and `parameters`: of each parameter, by
-        name, the SHA-256 of its bits after the step, shortened to 16 digits.
+        `amax` of every cast by name, `loss`, `grad_norm`, and `parameters` and `buffers`: of each,
+        by name, the SHA-256 of its bits after the step, shortened to 16 digits. The buffers are the
+        model's (scales and amax histories: a step alone uses no history) and the loss scaler's.
     """
     casts = dict(operand_casts(run.model))
     for cast in casts.values():
@@ -39,9 +42,10 @@ def trial(run: TrainingRun, state: TrainingState, before: Mapping[str, Tree]) ->
         "amax": {name: c.statistics.amax for name, c in casts.items() if c.statistics is not None},
         "loss": loss.item(),
         "grad_norm": summary.norm.item(),
-        "parameters": {
-            name: hashlib.sha256(bytes_of(parameter).numpy().tobytes()).hexdigest()[:16]
-            for name, parameter in run.model.named_parameters()
+        "parameters": _digests(run.model.named_parameters()),
+        "buffers": {
+            **_digests(run.model.named_buffers()),
+            **_digests(run.update.scaler.named_buffers(prefix="scaler")),
         },
     }
     for cast in casts.values():
@@ -51,23 +55,37 @@ def trial(run: TrainingRun, state: TrainingState, before: Mapping[str, Tree]) ->
     return record
 
 
+def _digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(bytes_of(tensor).numpy().tobytes()).hexdigest()[:16]
+        for name, tensor in tensors
+    }
+
+
 def compare_trials(saved: Mapping[str, Any], now: Mapping[str, Any], *, source: str) -> None:
     """Refuse to go on where a trial does not give the saver's bits.
 
     Args:
-        saved, now: What `trial` gave; with `environment`, plain values.
+        saved, now: What `trial` gave; with `environment`, plain values. Savers of format version 1
+            recorded no buffers.
         source: What the message begins with: the checkpoint.
 
     Raises:
         CheckpointError: With the first difference in the order in which a step computes.
     """
-    theirs = dict(_in_order(saved))
-    for what, value in _in_order(now):
+    try:
+        theirs, before = dict(_in_order(saved)), dict(saved["environment"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{source} is damaged: what it recorded for the resume check is not whole"
+            f" ({type(error).__name__}: {error})"
+        ) from None
+    for what, value in _in_order(now if "buffers" in saved else {**now, "buffers": {}}):
         if what not in theirs or not same_leaf(theirs[what], value):
             raise CheckpointError(
                 f"{source}: the resume check failed: a step on the fixed batch gives {what}"
                 f" {value!r}, the saver's gave {theirs.get(what)!r}; the state itself is what was"
-                f" saved, so something else is not: {_unlike(saved, now)}"
+                f" saved, so something else is not: {_unlike(before, now)}"
             )
 
 
@@ -82,6 +100,8 @@ def _in_order(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "the gradient norm", record["grad_norm"]
     for name, bits in record["parameters"].items():
         yield f"the updated parameter {name}", bits
+    for name, bits in record.get("buffers", {}).items():
+        yield f"the updated {name}", bits
 
 
 def comparable(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -92,9 +112,8 @@ def comparable(environment: Mapping[str, Any]) -> dict[str, str]:
     return {**versions, **{key: str(environment[key]) for key in ("device", "processor", "git")}}
 
 
-def _unlike(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _unlike(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """In which versions and machines the two differ."""
-    before = saved["environment"]
     shown = [
         f"{key} was {before.get(key)}, is {value}"
         for key, value in now["environment"].items()

@@ -12,6 +12,7 @@ from fp8lab.errors import UserError
 from fp8lab.fallback_run import fallback_from_dict
 from fp8lab.models import MlpConfig, ModelConfig, TransformerConfig
 from fp8lab.recipes import recipe_from_dict
+from fp8lab.saved_values import whole_number
 from fp8lab.training import TrainingRun
 from fp8lab.training_config import LATER, TrainingConfig
 
@@ -30,7 +31,7 @@ class StepCount:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take them over."""
-        self._run.step = state_dict["step"]
+        self._run.step = whole_number(state_dict, "step", "progress")
 
 
 def config_from_dict(described: Mapping[str, Any], source: str) -> TrainingConfig:
@@ -58,8 +59,8 @@ def config_from_dict(described: Mapping[str, Any], source: str) -> TrainingConfi
         raise UserError(f"{source} is damaged: {error}") from None
 
 
-def _model_config(described: Mapping[str, Any]) -> ModelConfig:
-    for kind in _MODELS:
+def _model_config(described: Any) -> ModelConfig:
+    for kind in _MODELS if isinstance(described, Mapping) else ():
         if {field.name for field in fields(kind)} == described.keys():
             return kind(**described)
     raise ValueError("its model is none that there is")

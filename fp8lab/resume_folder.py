@@ -67,6 +67,7 @@ class FolderRun:
         run: Its live objects.
         plan: When it saves.
         past: Rows of the steps that are done.
+        checked: Whether it was resumed, and the resume check made.
     """
 
     def __init__(
@@ -79,8 +80,11 @@ class FolderRun:
         past: list[Row],
         environment: Mapping[str, Any],
         resources: ExitStack,
+        *,
+        checked: bool = False,
     ) -> None:
         self.folder, self.run, self.plan, self.past = folder, run, plan, past
+        self.checked = checked
         self._recorder, self._resources = recorder, resources
         self._resumed = bool(past)
         self._state = state_of(run)
@@ -127,7 +131,7 @@ class FolderRun:
                 row = self.run.advance()
                 self._recorder.add(row)
                 self.past.append(row)
-                if math.isfinite(row["loss"]) and self._is_due():
+                if self._is_due() and not ends(row, self.run.config):
                     self._save(writer)
                 yield row
         if self.is_finished:

@@ -18,7 +18,7 @@ it lists what was left as it was. Afterwards it reads everything back and compar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,11 +26,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8lab.checkpoint import CheckpointError
-from fp8lab.checkpoint_tree import Tree, dtype_name, leaves, same_leaf
+from fp8lab.checkpoint_tree import Tree, leaves, same_leaf
+from fp8lab.errors import UserError
 from fp8lab.state_names import kind_of
 from fp8lab.state_optimizer import capture_optimizer, optimizer_problems, restore_optimizer
-from fp8lab.state_random import AnyGenerator, capture_random, restore_random
+from fp8lab.state_random import AnyGenerator, capture_random, random_problems, restore_random
+from fp8lab.state_values import kind_of_value, misfit
 
+_MODES = ("eval", "frozen")
 _OWN_PARTS = ("model", "modes", "optimizer", "scaler", "scheduler", "random")
 
 
@@ -101,7 +104,8 @@ class TrainingState:
     ) -> list[Difference]:
         """Put a captured state back, in place, and compare it with what was given, in bits.
 
-        Nothing is changed where the state does not fit.
+        Nothing is changed where the state does not fit, as far as this can be seen before: of what
+        an object keeps whose `state_dict` is its own affair, the kinds of its values.
 
         Args:
             state: What `capture` gave, on the CPU or where it was.
@@ -113,15 +117,23 @@ class TrainingState:
             What was missing or not used: nothing where `strict`.
 
         Raises:
-            CheckpointError: The state does not fit: the first of the differences; or an object did
-                not take it over.
+            CheckpointError: The state does not fit: the first of the differences. Or an object did
+                not take it over; what was put back before it has changed then.
         """
         differences = self.differences(state)
         fatal = [d for d in differences if strict or d.problem not in ("missing", "unknown")]
         if fatal:
             more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
             raise CheckpointError(f"the saved state does not fit this run: {fatal[0]}{more}")
-        self._put(state, {d.path for d in differences})
+        try:
+            self._put(state, {d.path for d in differences})
+        except UserError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"the saved state was not taken over ({type(error).__name__}: {error}); parts of it"
+                " are put back already: build the run anew"
+            ) from error
         if read_back:
             self._check_read_back(state, {d.path for d in differences})
         return differences
@@ -131,19 +143,22 @@ class TrainingState:
         live = self.capture()
         found = [Difference(part, "missing") for part in live if part not in state]
         found += [Difference(part, "unknown") for part in state if part not in live]
-        if "model" in state:
-            problems = _tensor_problems(live["model"], state["model"])
-            found += [Difference(f"model/{name}", problem) for name, problem in problems]
-        if self.optimizer is not None and "optimizer" in state:
-            problems = optimizer_problems(self.model, self.optimizer, state["optimizer"])
-            found += [Difference(f"optimizer/{name}", problem) for name, problem in problems]
-        if "random" in state:
-            unknown = [name for name in state["random"] if name not in live["random"]]
-            found += [Difference(f"random/{name}", "unknown") for name in unknown]
-        # What else these keep may depend on what they have seen; the read-back looks at it.
-        for part in ("random", *self._stateful()):
-            missing = [n for n in live[part] if part in state and n not in state[part]]
-            found += [Difference(f"{part}/{name}", "missing") for name in missing]
+        for part in (own for own in live if own in state):
+            problems: Iterable[tuple[str, str]]
+            if not isinstance(state[part], Mapping):
+                problems = [("", f"it was saved as {kind_of_value(state[part])}, not as a table")]
+            elif part == "modes":
+                problems = _mode_problems(state[part])
+            elif part == "optimizer":
+                assert self.optimizer is not None
+                problems = optimizer_problems(self.model, self.optimizer, state[part])
+            elif part == "random":
+                problems = random_problems(live[part], state[part], self.generators)
+            elif part == "model" or isinstance(self._stateful()[part], nn.Module):
+                problems = _tensor_problems(live[part], state[part])
+            else:
+                problems = _kept_problems(live[part], state[part])
+            found += [Difference(f"{part}/{n}" if n else part, problem) for n, problem in problems]
         return found
 
     def _stateful(self) -> dict[str, Stateful]:
@@ -161,10 +176,11 @@ class TrainingState:
             saved = {n: value for n, value in state["model"].items() if f"model/{n}" not in left}
             self.model.load_state_dict(saved, strict=False)
         if "modes" in state:
+            modes = {**self._modes(), **state["modes"]}
             for name, module in self.model.named_modules():
-                module.training = name not in state["modes"]["eval"]
+                module.training = name not in modes["eval"]
             for name, parameter in self.model.named_parameters():
-                parameter.requires_grad_(name not in state["modes"]["frozen"])
+                parameter.requires_grad_(name not in modes["frozen"])
         if self.optimizer is not None and "optimizer" in state:
             restore_optimizer(self.model, self.optimizer, state["optimizer"])
         for part, owner in self._stateful().items():
@@ -176,7 +192,8 @@ class TrainingState:
     def _check_read_back(self, state: Mapping[str, Tree], left: set[str]) -> None:
         now = dict(leaves(self.capture()))
         for path, value in leaves(dict(state)):
-            if any(path == place or path.startswith(f"{place}/") for place in left):
+            # Of an empty table all that was missing is left, too.
+            if any(f"{path}/".startswith(f"{p}/") or p.startswith(f"{path}/") for p in left):
                 continue
             if path not in now or not same_leaf(now[path], value):
                 raise CheckpointError(
@@ -196,6 +213,24 @@ def _tensor_problems(live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
 
 
 def _shape_of(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{dtype_name(value.dtype)} {tuple(value.shape)}"
-    return "plain values"
+    return kind_of_value(value) if isinstance(value, Tensor) else "plain values"
+
+
+def _mode_problems(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    problems = [(name, "missing") for name in _MODES if name not in saved]
+    problems += [(name, "unknown") for name in saved if name not in _MODES]
+    for name, listed in saved.items():
+        if not isinstance(listed, list) or not all(isinstance(own, str) for own in listed):
+            problems.append((name, "it was saved as no list of names"))
+    return problems
+
+
+def _kept_problems(live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of an object's own state: what more it keeps may depend on what it has seen, so that the
+    read-back alone can tell.
+    """
+    problems = [(name, "missing") for name in live if name not in saved]
+    for name in live.keys() & saved.keys():
+        if (problem := misfit(live[name], saved[name], sizes=False)) is not None:
+            problems.append((name, problem))
+    return sorted(problems)

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp8lab.checkpoint_tree import leaves, same_leaf
+from fp8lab.state_values import kind_of_value
+
 AnyGenerator = np.random.Generator | torch.Generator | random.Random
 
 
@@ -51,17 +54,69 @@ def restore_random(state: Mapping[str, Any], generators: Mapping[str, AnyGenerat
             _set_state(generator, state[f"generator:{name}"])
 
 
-def _state_of(generator: AnyGenerator) -> Any:
+def random_problems(
+    live: Mapping[str, Any], state: Mapping[str, Any], generators: Mapping[str, AnyGenerator]
+) -> list[tuple[str, str]]:
+    """(name, problem) for each saved state that its generator does not take; none is touched.
+
+    Args:
+        live: What `capture_random` gives now.
+        state: What it gave.
+        generators: The named ones.
+    """
+    problems = [(name, "missing") for name in live if name not in state]
+    problems += [(name, "unknown") for name in state if name not in live]
+    for name in live.keys() & state.keys():
+        if name == "torch_cuda":
+            fits = _kinds(live[name]) == _kinds(state[name])
+        else:
+            generator = generators.get(name.removeprefix("generator:"))
+            fits = _takes(_another(name, generator), state[name])
+        if not fits:
+            problems.append((name, "it is no state of this generator"))
+    return problems
+
+
+def _another(name: str, generator: AnyGenerator | None) -> Any:
+    """A new generator of the same kind."""
+    if name == "python" or isinstance(generator, random.Random):
+        return random.Random()
+    if name == "numpy":
+        return np.random.RandomState()
+    if isinstance(generator, np.random.Generator):
+        return np.random.Generator(type(generator.bit_generator)())
+    return torch.Generator("cpu" if generator is None else generator.device)
+
+
+def _takes(generator: Any, state: Any) -> bool:
+    """Whether a generator takes a state over and gives the same one back."""
+    try:
+        _set_state(generator, state)
+    except Exception:  # whatever NumPy, torch and Python make of it
+        return False
+    one, other = dict(leaves({"": _state_of(generator)})), dict(leaves({"": state}))
+    return one.keys() == other.keys() and all(same_leaf(one[key], other[key]) for key in one)
+
+
+def _kinds(states: Any) -> list[str]:
+    return [kind_of_value(own) for own in states] if isinstance(states, list) else []
+
+
+def _state_of(generator: AnyGenerator | np.random.RandomState) -> Any:
     if isinstance(generator, np.random.Generator):
         return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return _python_plain(generator.getstate())
 
 
-def _set_state(generator: AnyGenerator, state: Any) -> None:
+def _set_state(generator: AnyGenerator | np.random.RandomState, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _arrays(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
     elif isinstance(generator, torch.Generator):
         generator.set_state(state)
     else:
@@ -75,7 +130,10 @@ def _python_plain(state: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _python_state(plain: Mapping[str, Any]) -> tuple[Any, ...]:
-    return plain["version"], tuple(plain["words"].tolist()), plain["gauss"]
+    gauss = plain["gauss"]
+    if gauss is not None and not isinstance(gauss, float):
+        raise TypeError(f"gauss is {gauss!r}; accepted: a float, or None")
+    return plain["version"], tuple(plain["words"].tolist()), gauss
 
 
 def _plain(value: Any) -> Any:

@@ -226,8 +226,8 @@ def summary_of(rows: list[Row]) -> dict[str, Any]:
     A run counts as diverged when a loss was not finite, or when its last validation loss is more
     than one nat a byte above its own best.
     """
-    validated = [row["validation_loss"] for row in rows if "validation_loss" in row]
-    finite = math.isfinite(rows[-1]["loss"])
+    validated = [number(row["validation_loss"]) for row in rows if "validation_loss" in row]
+    finite = math.isfinite(number(rows[-1]["loss"]))
     final = validated[-1] if finite and validated else math.nan
     observed = [cast for row in rows for cast in row.get("casts", {}).values()]
     return {

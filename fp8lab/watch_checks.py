@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fp8lab.records import Row
+if TYPE_CHECKING:
+    from fp8lab.records import Row
 
 _LARGEST = 2**63 - 1
 _WORDS = ("nan", "inf", "-inf")  # what rows write for what JSON has no numbers for

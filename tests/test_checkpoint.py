@@ -194,8 +194,8 @@ def rewrite_manifest(folder: Path, **changes: Any) -> None:
 
 
 def test_another_version_is_refused(saved: Path) -> None:
-    rewrite_manifest(saved, version=2, fp8lab="0.9")
-    with pytest.raises(CheckpointError, match=r"version 2; .* up to 1: install fp8lab 0.9"):
+    rewrite_manifest(saved, version=3, fp8lab="0.9")
+    with pytest.raises(CheckpointError, match=r"version 3; .* up to 2: install fp8lab 0.9"):
         load(saved)
     rewrite_manifest(saved, version=0)
     with pytest.raises(CheckpointError, match="version 0, which this fp8lab reads no more"):
@@ -209,11 +209,11 @@ def test_an_older_version_is_migrated(saved: Path, monkeypatch: pytest.MonkeyPat
     def split_numbers(state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "numbers": {"old": state["numbers"]}}
 
-    monkeypatch.setattr(checkpoint_manifest, "VERSION", 3)
-    monkeypatch.setitem(checkpoint_manifest.MIGRATIONS, 1, split_numbers)
-    with pytest.raises(CheckpointError, match="version 1, which this fp8lab reads no more"):
-        load(saved)  # the way from 2 to 3 is missing
-    monkeypatch.setitem(checkpoint_manifest.MIGRATIONS, 2, lambda state: state | {"added": 0})
+    monkeypatch.setattr(checkpoint_manifest, "VERSION", 4)
+    monkeypatch.setitem(checkpoint_manifest.MIGRATIONS, 2, split_numbers)
+    with pytest.raises(CheckpointError, match="version 2, which this fp8lab reads no more"):
+        load(saved)  # the way from 3 to 4 is missing
+    monkeypatch.setitem(checkpoint_manifest.MIGRATIONS, 3, lambda state: state | {"added": 0})
     found = load(saved).state
     assert_same(found["numbers"]["old"], small_state()["numbers"])
     assert found["added"] == 0

@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "step-000010: step 10, format 1, fp8lab" in shown
+    assert "step-000010: step 10, format 2, fp8lab" in shown
     assert 'recipe: {"name": "delayed"}' in shown
     assert "metric 1.5" in shown
     assert max(len(line) for line in shown.splitlines()) < 250

@@ -281,7 +281,11 @@ def test_what_is_of_another_kind_is_refused_even_if_told_not_to_be_strict() -> N
         ("model/0.scale", torch.ones(1), r"saved as float32 \(1,\), this run keeps float32 \(\)"),
         ("model/0.scale", torch.ones((), dtype=torch.bfloat16), "saved as bfloat16"),
         ("optimizer/state/0.weight/exp_avg", torch.zeros(12, 20), "saved as float32"),
-        ("optimizer/state/0.weight/step", torch.ones(()), "another kind of value"),
+        (
+            "optimizer/state/0.weight/step",
+            torch.ones(()),
+            "saved as float32 .*, this run keeps a number",
+        ),
         ("optimizer/param_groups", [{"params": ["1.weight"]}], "1 parameters from 1.weight"),
     ]
     for path, value, message in cases:
