@@ -68,12 +68,13 @@ def random_problems(
     problems += [(name, "unknown") for name in state if name not in live]
     for name in live.keys() & state.keys():
         if name == "torch_cuda":
-            fits = _kinds(live[name]) == _kinds(state[name])
+            problem = _problem_of_gpus(live[name], state[name])
         else:
             generator = generators.get(name.removeprefix("generator:"))
-            fits = _takes(_another(name, generator), state[name])
-        if not fits:
-            problems.append((name, "it is no state of this generator"))
+            takes = _takes(_another(name, generator), state[name])
+            problem = None if takes else "it is no state of this generator"
+        if problem is not None:
+            problems.append((name, problem))
     return problems
 
 
@@ -98,8 +99,14 @@ def _takes(generator: Any, state: Any) -> bool:
     return one.keys() == other.keys() and all(same_leaf(one[key], other[key]) for key in one)
 
 
-def _kinds(states: Any) -> list[str]:
-    return [kind_of_value(own) for own in states] if isinstance(states, list) else []
+def _problem_of_gpus(live: list[torch.Tensor], saved: Any) -> str | None:
+    """Those of a machine with fewer GPUs fit: the others' stay as they are."""
+    if isinstance(saved, list) and len(saved) > len(live):
+        return f"it was saved with {len(saved)} GPUs, here are {len(live)}"
+    kinds = [kind_of_value(own) for own in saved] if isinstance(saved, list) else []
+    if not kinds or kinds != [kind_of_value(own) for own in live[: len(kinds)]]:
+        return "it is no state of these generators"
+    return None
 
 
 def _state_of(generator: AnyGenerator | np.random.RandomState) -> Any:

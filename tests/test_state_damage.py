@@ -12,6 +12,7 @@ import torch
 from fp8lab.checkpoint import CheckpointError
 from fp8lab.checkpoint_tree import leaves, same_leaf
 from fp8lab.state import TrainingState
+from fp8lab.state_random import random_problems
 from fp8lab.state_values import kind_of_value, misfit
 from tests.test_state import Counter, assert_same_state, copied, training_state, without
 
@@ -155,6 +156,24 @@ def test_an_object_that_fails_is_told_in_one_line() -> None:
 
 
 SAVED_PLAIN = copied(training_state(0, steps=1))
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ([torch.zeros(16, dtype=torch.uint8)] * 2, None),
+        ([torch.zeros(16, dtype=torch.uint8)], None),  # a machine with one GPU less
+        ([torch.zeros(16, dtype=torch.uint8)] * 3, "it was saved with 3 GPUs, here are 2"),
+        ([torch.zeros(16, dtype=torch.int8)] * 2, "it is no state of these generators"),
+        ([torch.zeros(8, dtype=torch.uint8)], "it is no state of these generators"),
+        ([], "it is no state of these generators"),
+        (None, "it is no state of these generators"),
+    ],
+)
+def test_generators_of_gpus(saved: Any, said: str | None) -> None:
+    live = {"torch_cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
+    problems = [] if said is None else [("torch_cuda", said)]
+    assert random_problems(live, {"torch_cuda": saved}, {}) == problems
 
 
 @pytest.mark.parametrize(
