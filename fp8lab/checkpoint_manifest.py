@@ -16,14 +16,18 @@ from fp8lab.errors import UserError
 
 FORMAT = "fp8lab checkpoint"
 VERSION = 2
+_TOO_LARGE, _DIMENSIONS = 2**63, 64  # beyond what torch counts with
 MANIFEST, SUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
 
-def _with_every_parameter(state: dict[str, Tree]) -> dict[str, Tree]:
-    """Version 1 left a parameter out of which the optimizer kept nothing: it has an empty table.
+def _from_version_1(state: dict[str, Tree]) -> dict[str, Tree]:
+    """Version 1 had no table of a parameter of which the optimizer kept nothing.
 
-    A part of another kind that has this name stays as it is.
+    And its resume check recorded no buffers. Parts of another kind that have these names stay as
+    they are.
     """
+    if isinstance(check := state.get("check"), dict):
+        state = {**state, "check": {"buffers": None, **check}}
     match state.get("optimizer"):
         case {"state": dict(kept), "param_groups": list(groups), **rest}:
             lists = [group.get("params") for group in groups if isinstance(group, dict)]
@@ -35,7 +39,7 @@ def _with_every_parameter(state: dict[str, Tree]) -> dict[str, Tree]:
 
 # From a version to the next: takes the parts as that version kept them, returns them as the next
 # version does.
-MIGRATIONS: dict[int, Callable[[dict[str, Tree]], dict[str, Tree]]] = {1: _with_every_parameter}
+MIGRATIONS: dict[int, Callable[[dict[str, Tree]], dict[str, Tree]]] = {1: _from_version_1}
 
 
 class CheckpointError(UserError):
@@ -125,12 +129,14 @@ def _check_fields(folder: Path, table: Mapping[str, Any]) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
 
 
 def _is_metric(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (number and math.isfinite(value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return value is None or (whole and abs(value) < _TOO_LARGE)
 
 
 def _is_file(value: Any) -> bool:
@@ -148,6 +154,7 @@ def _is_entry(value: Any) -> bool:
         and value.keys() == {"dtype", "shape"}
         and isinstance(value["dtype"], str)
         and isinstance(value["shape"], list)
+        and len(value["shape"]) <= _DIMENSIONS
         and all(map(_is_count, value["shape"]))
     )
 

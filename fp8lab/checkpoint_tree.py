@@ -70,7 +70,7 @@ def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Every leaf with its path; an empty container counts as a leaf, so that it is not lost."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
-            yield from leaves(value, (*path, _spelled(key)))
+            yield from leaves(value, (*path, spelled(key)))
     elif isinstance(tree, list | tuple) and tree:
         for place, value in enumerate(tree):
             yield from leaves(value, (*path, str(place)))
@@ -94,6 +94,8 @@ def same_leaf(one: Any, other: Any) -> bool:
 def bytes_of(tensor: Tensor) -> Tensor:
     """A tensor's bytes: uint8 on the CPU, one dimension."""
     dense = tensor.detach().cpu().contiguous().reshape(-1)
+    if dense.stride(-1) != 1:  # of a single element torch calls any stride contiguous
+        dense = dense.clone(memory_format=torch.contiguous_format)
     return dense.view(torch.uint8) if dense.numel() else torch.empty(0, dtype=torch.uint8)
 
 
@@ -112,7 +114,8 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
 
 
-def _spelled(key: Any) -> str:
+def spelled(key: Any) -> str:
+    """A key as a part of a path: "/" in it separates nothing."""
     return str(key).replace("%", "%25").replace("/", "%2F")
 
 
@@ -139,12 +142,12 @@ def _to_plain(value: Tree, path: tuple[str, ...], tensors: dict[str, Tensor]) ->
 def _plain_mapping(
     value: Mapping[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    if len({_spelled(key) for key in value}) < len(value):
+    if len({spelled(key) for key in value}) < len(value):
         raise ValueError(f"{'/'.join(path) or 'the state'} has two keys that are spelled alike")
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise TypeError(f"{'/'.join(path)} has the key {key!r}; accepted: texts and integers")
-    items = [(key, _to_plain(v, (*path, _spelled(key)), tensors)) for key, v in value.items()]
+    items = [(key, _to_plain(v, (*path, spelled(key)), tensors)) for key, v in value.items()]
     if all(isinstance(key, str) for key in value) and "$" not in value:
         return dict(items)
     return {"$": "items", "items": [list(item) for item in items]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -91,7 +91,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_numbers(group)
+            check_numbers(group)
             wanted = torch.float32 if self.formats.master == "float32" else torch.bfloat16
             for param in group["params"]:
                 if param.dtype != wanted:
@@ -269,7 +269,7 @@ class AdamW(torch.optim.Optimizer):
                 not in this optimizer's formats.
         """
         for live, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            _check_numbers({**live, **saved})
+            check_numbers({**live, **saved})
         params = [param for group in self.param_groups for param in group["params"]]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         if len(params) == len(saved_ids):  # otherwise torch says what does not match
@@ -306,7 +306,7 @@ class AdamW(torch.optim.Optimizer):
         offset = 0
         # All of them before the first state is made.
         for group in self.param_groups:
-            _check_numbers(group)
+            check_numbers(group)
             for param in group["params"]:
                 if param.grad is not None:
                     _check_gradient(param, param.grad)
@@ -351,7 +351,12 @@ class AdamW(torch.optim.Optimizer):
         return self._stepper
 
 
-def _check_numbers(group: dict[str, Any]) -> None:
+def check_numbers(group: Mapping[str, Any]) -> None:
+    """Refuse a group's numbers with which no step can be taken.
+
+    Raises:
+        ValueError: With what is accepted.
+    """
     for name in ("lr", "eps", "weight_decay"):
         if not _is_number(group[name]) or not 0 <= group[name] < float("inf"):
             raise ValueError(f"{name} is {group[name]}; accepted: a number, finite, at least 0")
@@ -364,7 +369,8 @@ def _check_numbers(group: dict[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
+    """Whether it is a number that float64 holds: an integer may be longer."""
+    return isinstance(value, Real) and (not isinstance(value, int) or abs(value) < 2**63)
 
 
 def _check_gradient(param: Tensor, grad: Tensor) -> None:

@@ -77,12 +77,16 @@ def read_table(path: Path) -> dict[str, Any]:
 
 def _table(text: str, source: str) -> dict[str, Any]:
     try:
-        table = json.loads(text)
+        table = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
         raise UserError(f"{source} is damaged: it is not JSON") from None
     if not isinstance(table, dict):
         raise UserError(f"{source} is damaged: it holds no JSON object")
     return table
+
+
+def _no_json(constant: str) -> Any:
+    raise ValueError(f"JSON has no {constant}")  # `to_json` writes "nan" and the like
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -186,7 +190,9 @@ def _row_of(line: str) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and {"step", "loss"} <= set(row) and is_row(row) else None
+    if not isinstance(row, dict) or not {"step", "loss"} <= set(row) or not is_row(row):
+        return None
+    return row if math.isfinite(number(row.get("time", {}).get("seconds", 0.0))) else None
 
 
 def environment(device: str) -> dict[str, Any]:

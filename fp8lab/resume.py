@@ -111,6 +111,7 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
         _check_best(plan, config, checkpoints_in(folder / "checkpoints"), done=step)
         run = TrainingRun(config, corpus)
         saved = dict(checkpoint.state)
+        unchecked = "check" not in saved
         record = saved.pop("check", None)
         state = state_of(run)
         if first_difference(saved.get("progress"), {"step": step}) is not None:
@@ -119,7 +120,7 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
             )
         state.restore(saved)
         here = environment(config.device)
-        checked = plan.check and record is not None
+        checked = plan.check and not unchecked
         if checked:
             now = {**trial(run, state, saved), "environment": comparable(here)}
             compare_trials(record, now, source=str(checkpoint.folder))

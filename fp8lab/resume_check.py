@@ -66,8 +66,8 @@ def compare_trials(saved: Mapping[str, Any], now: Mapping[str, Any], *, source: 
     """Refuse to go on where a trial does not give the saver's bits.
 
     Args:
-        saved, now: What `trial` gave; with `environment`, plain values. Savers of format version 1
-            recorded no buffers.
+        saved, now: What `trial` gave; with `environment`, plain values. `buffers` is None of a
+            saver of format version 1.
         source: What the message begins with: the checkpoint.
 
     Raises:
@@ -75,12 +75,13 @@ def compare_trials(saved: Mapping[str, Any], now: Mapping[str, Any], *, source: 
     """
     try:
         theirs, before = dict(_in_order(saved)), dict(saved["environment"])
+        seen = now if saved["buffers"] is not None else {**now, "buffers": None}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{source} is damaged: what it recorded for the resume check is not whole"
             f" ({type(error).__name__}: {error})"
         ) from None
-    for what, value in _in_order(now if "buffers" in saved else {**now, "buffers": {}}):
+    for what, value in _in_order(seen):
         if what not in theirs or not same_leaf(theirs[what], value):
             raise CheckpointError(
                 f"{source}: the resume check failed: a step on the fixed batch gives {what}"
@@ -100,7 +101,7 @@ def _in_order(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "the gradient norm", record["grad_norm"]
     for name, bits in record["parameters"].items():
         yield f"the updated parameter {name}", bits
-    for name, bits in record.get("buffers", {}).items():
+    for name, bits in (record["buffers"] or {}).items():
         yield f"the updated {name}", bits
 
 

@@ -53,7 +53,7 @@ def config_from_dict(described: Mapping[str, Any], source: str) -> TrainingConfi
         if described.get("fallback") is not None:
             settings["fallback"] = fallback_from_dict(described["fallback"])
         return TrainingConfig(**settings)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{source} is damaged: {error}") from None

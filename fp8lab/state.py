@@ -26,14 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8lab.checkpoint import CheckpointError
-from fp8lab.checkpoint_tree import Tree, leaves, same_leaf
+from fp8lab.checkpoint_tree import Tree, leaves, same_leaf, spelled
 from fp8lab.errors import UserError
 from fp8lab.state_names import kind_of
 from fp8lab.state_optimizer import capture_optimizer, optimizer_problems, restore_optimizer
 from fp8lab.state_random import AnyGenerator, capture_random, random_problems, restore_random
-from fp8lab.state_values import kind_of_value, misfit
+from fp8lab.state_values import kind_of_value, rough_misfit
 
-_MODES = ("eval", "frozen")
 _OWN_PARTS = ("model", "modes", "optimizer", "scaler", "scheduler", "random")
 
 
@@ -148,7 +147,7 @@ class TrainingState:
             if not isinstance(state[part], Mapping):
                 problems = [("", f"it was saved as {kind_of_value(state[part])}, not as a table")]
             elif part == "modes":
-                problems = _mode_problems(state[part])
+                problems = self._mode_problems(state[part])
             elif part == "optimizer":
                 assert self.optimizer is not None
                 problems = optimizer_problems(self.model, self.optimizer, state[part])
@@ -171,9 +170,30 @@ class TrainingState:
             "frozen": [n for n, p in self.model.named_parameters() if not p.requires_grad],
         }
 
+    def _mode_problems(self, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+        names = {
+            "eval": [name for name, _ in self.model.named_modules()],
+            "frozen": [name for name, _ in self.model.named_parameters()],
+        }
+        problems = [(kind, "missing") for kind in names if kind not in saved]
+        problems += [(spelled(kind), "unknown") for kind in saved if kind not in names]
+        for kind, known in names.items():
+            listed = saved.get(kind, [])
+            if not isinstance(listed, list) or not all(isinstance(own, str) for own in listed):
+                problems.append((kind, "it was saved as no list of names"))
+            elif odd := [name for name in listed if name not in known]:
+                problems.append((kind, f"it names {odd[0]!r}, which the model lacks"))
+            elif listed != [name for name in known if name in listed]:
+                problems.append((kind, "its names are not in the model's order, each once"))
+        return problems
+
     def _put(self, state: Mapping[str, Tree], left: set[str]) -> None:
         if "model" in state:
-            saved = {n: value for n, value in state["model"].items() if f"model/{n}" not in left}
+            saved = {
+                name: value
+                for name, value in state["model"].items()
+                if f"model/{spelled(name)}" not in left
+            }
             self.model.load_state_dict(saved, strict=False)
         if "modes" in state:
             modes = {**self._modes(), **state["modes"]}
@@ -203,12 +223,12 @@ class TrainingState:
 
 
 def _tensor_problems(live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, str]]:
-    problems = [(name, "missing") for name in live if name not in saved]
-    problems += [(name, "unknown") for name in saved if name not in live]
+    problems = [(spelled(name), "missing") for name in live if name not in saved]
+    problems += [(spelled(name), "unknown") for name in saved if name not in live]
     for name in live.keys() & saved.keys():
         own, other = _shape_of(live[name]), _shape_of(saved[name])
         if own != other:
-            problems.append((name, f"it was saved as {other}, this run keeps {own}"))
+            problems.append((spelled(name), f"it was saved as {other}, this run keeps {own}"))
     return sorted(problems)
 
 
@@ -216,21 +236,12 @@ def _shape_of(value: Any) -> str:
     return kind_of_value(value) if isinstance(value, Tensor) else "plain values"
 
 
-def _mode_problems(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
-    problems = [(name, "missing") for name in _MODES if name not in saved]
-    problems += [(name, "unknown") for name in saved if name not in _MODES]
-    for name, listed in saved.items():
-        if not isinstance(listed, list) or not all(isinstance(own, str) for own in listed):
-            problems.append((name, "it was saved as no list of names"))
-    return problems
-
-
 def _kept_problems(live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Of an object's own state: what more it keeps may depend on what it has seen, so that the
     read-back alone can tell.
     """
-    problems = [(name, "missing") for name in live if name not in saved]
+    problems = [(spelled(name), "missing") for name in live if name not in saved]
     for name in live.keys() & saved.keys():
-        if (problem := misfit(live[name], saved[name], sizes=False)) is not None:
-            problems.append((name, problem))
+        if (problem := rough_misfit(live[name], saved[name])) is not None:
+            problems.append((spelled(name), problem))
     return sorted(problems)

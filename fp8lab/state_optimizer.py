@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fp8lab.checkpoint_tree import spelled
 from fp8lab.ops_adamw import fresh_state
-from fp8lab.optimizer import AdamW
-from fp8lab.state_values import kind_of_value, misfit
+from fp8lab.optimizer import AdamW, check_numbers
+from fp8lab.state_values import kind_of_value, misfit, rough_misfit
 
 
 def capture_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     names, params = _names(model, optimizer), _params(optimizer)
     current = optimizer.state_dict()
     state, groups = saved.get("state", {}), saved.get("param_groups", current["param_groups"])
-    numbered: dict[str, Any] = {"state": {}, "param_groups": []}
+    numbered: dict[str, Any] = {key: saved.get(key, value) for key, value in current.items()}
+    numbered["state"], numbered["param_groups"] = {}, []
     for place, name in enumerate(names):
         kept = current["state"].get(place, {})
         own = state.get(name, kept)
@@ -55,8 +57,7 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
             wanted = {**_wanted(optimizer, params[place]), **kept} or own
             numbered["state"][place] = {key: own.get(key, value) for key, value in wanted.items()}
     for live, group in zip(current["param_groups"], groups, strict=True):
-        there = {key: group.get(key, value) for key, value in live.items()}
-        numbered["param_groups"].append({**there, "params": live["params"]})
+        numbered["param_groups"].append({**live, **group, "params": live["params"]})
     optimizer.load_state_dict(numbered)
     for place, own in numbered["state"].items():
         param = params[place]
@@ -74,61 +75,86 @@ def optimizer_problems(
     The lab's AdamW says what it keeps of a parameter; of another optimizer this is known only once
     it has taken a step.
     """
-    if problems := _outer_problems(saved):
-        return problems
-    names = _names(model, optimizer)
-    places = iter(names)
-    own = [[next(places) for _ in group["params"]] for group in optimizer.param_groups]
-    groups = [group["params"] for group in saved["param_groups"]]
-    if own != groups:
-        return [("param_groups", f"it was saved as {_counts(groups)}, this run has {_counts(own)}")]
-    current = optimizer.state_dict()["param_groups"]
-    for place, (live, group) in enumerate(zip(current, saved["param_groups"], strict=True)):
-        same = {**live, "params": group["params"]}  # they are compared above, by name
-        problems += _table_problems(f"param_groups/{place}", same, group)
-    problems += [(f"state/{name}", "unknown") for name in saved["state"] if name not in names]
-    for name, param in zip(names, _params(optimizer), strict=True):
-        there = saved["state"].get(name)
-        if there is None:
-            problems.append((f"state/{name}", "missing"))
-        elif not isinstance(there, Mapping):
-            problems.append((f"state/{name}", f"it was saved as {kind_of_value(there)}"))
-        elif there and (wanted := _wanted(optimizer, param)):
-            # Nothing is kept of a parameter that never had a gradient.
-            problems += _table_problems(f"state/{name}", wanted, there)
+    current = optimizer.state_dict()
+    problems = [(spelled(name), "missing") for name in current if name not in saved]
+    problems += [(spelled(name), "unknown") for name in saved if name not in current]
+    if "param_groups" in saved:
+        problems += _group_problems(model, optimizer, current["param_groups"], saved)
+    if "state" in saved:
+        problems += _state_problems(model, optimizer, saved["state"])
     return problems
 
 
-def _outer_problems(saved: Any) -> list[tuple[str, str]]:
-    """Whether it is an optimizer's state at all."""
-    if not isinstance(saved, Mapping):
-        return [("", f"it was saved as {kind_of_value(saved)}, this run keeps a table")]
-    found = [(name, "missing") for name in ("state", "param_groups") if name not in saved]
-    found += [(str(name), "unknown") for name in saved if name not in ("state", "param_groups")]
-    if found:
-        return found
-    if not isinstance(saved["state"], Mapping):
-        return [("state", f"it was saved as {kind_of_value(saved['state'])}")]
+def _group_problems(
+    model: nn.Module, optimizer: Optimizer, current: list[dict[str, Any]], saved: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """What a group has that none here has is taken over: a schedule that is made later needs it."""
     groups = saved["param_groups"]
-    fine = isinstance(groups, list) and all(
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        return [("param_groups", "it was saved as no list of groups")]
+    places = iter(_names(model, optimizer))
+    own = [[next(places) for _ in group["params"]] for group in current]
+    there = [group["params"] for group in groups]
+    if own != there:
+        return [("param_groups", f"it was saved as {_counts(there)}, this run has {_counts(own)}")]
+    problems = []
+    for place, (live, group) in enumerate(zip(current, groups, strict=True)):
+        for key in live:
+            if key not in group:
+                problems.append((f"param_groups/{place}/{spelled(key)}", "missing"))
+            elif not isinstance(optimizer, AdamW) or key == "params":
+                continue
+            elif (problem := misfit(live[key], group[key])) is not None:
+                problems.append((f"param_groups/{place}/{spelled(key)}", problem))
+        if isinstance(optimizer, AdamW) and not problems:
+            try:
+                check_numbers({**live, **group})
+            except ValueError as error:
+                problems.append((f"param_groups/{place}", str(error)))
+    return problems
+
+
+def _state_problems(model: nn.Module, optimizer: Optimizer, saved: Any) -> list[tuple[str, str]]:
+    if not isinstance(saved, Mapping):
+        return [("state", f"it was saved as {kind_of_value(saved)}")]
+    names = _names(model, optimizer)
+    problems = [(f"state/{spelled(name)}", "unknown") for name in saved if name not in names]
+    for name, param in zip(names, _params(optimizer), strict=True):
+        path, there = f"state/{spelled(name)}", saved.get(name)
+        if name not in saved:
+            problems.append((path, "missing"))
+        elif not isinstance(there, Mapping):
+            problems.append((path, f"it was saved as {kind_of_value(there)}"))
+        elif there and (wanted := _wanted(optimizer, param)):
+            # Nothing is kept of a parameter that never had a gradient.
+            exact = isinstance(optimizer, AdamW)
+            problems += _entry_problems(path, wanted, there, exact=exact)
+    return problems
+
+
+def _entry_problems(
+    path: str, wanted: Mapping[str, Any], there: Mapping[str, Any], *, exact: bool
+) -> list[tuple[str, str]]:
+    """Of a parameter's table; another optimizer's lists may grow, and numbers be unset."""
+    problems = [(f"{path}/{spelled(key)}", "missing") for key in wanted if key not in there]
+    problems += [(f"{path}/{spelled(key)}", "unknown") for key in there if key not in wanted]
+    for key in wanted.keys() & there.keys():
+        tensors = isinstance(wanted[key], Tensor), isinstance(there[key], Tensor)
+        fits = misfit if exact or any(tensors) else rough_misfit
+        if (problem := fits(wanted[key], there[key])) is not None:
+            problems.append((f"{path}/{spelled(key)}", problem))
+    step = there.get("step", 0)
+    if exact and not problems and (not isinstance(step, int) or step < 0):
+        problems.append((f"{path}/step", f"it is {step!r}; accepted: an integer, 0 and up"))
+    return sorted(problems)
+
+
+def _is_group(group: Any) -> bool:
+    return (
         isinstance(group, Mapping)
         and isinstance(group.get("params"), list)
         and all(isinstance(name, str) for name in group["params"])
-        for group in groups
     )
-    return [] if fine else [("param_groups", "it was saved as no list of groups")]
-
-
-def _table_problems(
-    path: str, wanted: Mapping[str, Any], there: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """(path, problem) for each entry that does not fit."""
-    problems = [(f"{path}/{key}", "missing") for key in wanted if key not in there]
-    problems += [(f"{path}/{key}", "unknown") for key in there if key not in wanted]
-    for key in wanted.keys() & there.keys():
-        if (problem := misfit(wanted[key], there[key])) is not None:
-            problems.append((f"{path}/{key}", problem))
-    return sorted(problems)
 
 
 def _wanted(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -70,8 +71,8 @@ def random_problems(
         if name == "torch_cuda":
             problem = _problem_of_gpus(live[name], state[name])
         else:
-            generator = generators.get(name.removeprefix("generator:"))
-            takes = _takes(_another(name, generator), state[name])
+            known = {f"generator:{own}": generator for own, generator in generators.items()}
+            takes = _takes(_another(name, known.get(name)), state[name])
             problem = None if takes else "it is no state of this generator"
         if problem is not None:
             problems.append((name, problem))
@@ -79,18 +80,29 @@ def random_problems(
 
 
 def _another(name: str, generator: AnyGenerator | None) -> Any:
-    """A new generator of the same kind."""
-    if name == "python" or isinstance(generator, random.Random):
+    """Another generator of a kind: a named one's, or that of the global one of this name.
+
+    None of one that cannot be copied.
+    """
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    if generator is not None:
+        try:
+            return copy.deepcopy(generator)
+        except Exception:  # a bit generator of the user's
+            return None
+    if name == "python":
         return random.Random()
     if name == "numpy":
-        return np.random.RandomState()
-    if isinstance(generator, np.random.Generator):
-        return np.random.Generator(type(generator.bit_generator)())
-    return torch.Generator("cpu" if generator is None else generator.device)
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        return np.random.RandomState(copy.deepcopy(bits))
+    return torch.Generator()
 
 
 def _takes(generator: Any, state: Any) -> bool:
     """Whether a generator takes a state over and gives the same one back."""
+    if generator is None:
+        return True  # nobody knows; the read-back will
     try:
         _set_state(generator, state)
     except Exception:  # whatever NumPy, torch and Python make of it

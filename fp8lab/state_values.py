@@ -22,32 +22,38 @@ def kind_of_value(value: Any) -> str:
     return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
 
 
-def misfit(live: Any, saved: Any, *, sizes: bool = True) -> str | None:
-    """In which way a saved value is none for the live one's place; None where it may be.
-
-    Args:
-        live, saved: The two.
-        sizes: Whether lists must be of the same length and their items fit, tensors be of the same
-            dtype and shape, and numbers be there.
+def misfit(live: Any, saved: Any) -> str | None:
+    """In which way a saved value is none for a live one's place, where the place is known.
 
     Returns:
-        The problem. Where a text or a table stands on one side there may be None on the other, for
-        numbers too without `sizes`: some are unset at first.
+        The problem; None where the two are of one kind, tensors of one dtype and shape, lists of
+        one length with items that fit. Where no number and no tensor stands there may be None.
     """
     own, other = kind_of_value(live), kind_of_value(saved)
     problem = f"it was saved as {other}, this run keeps {own}"
-    if isinstance(live, list | tuple) and isinstance(saved, list | tuple) and sizes:
+    if isinstance(live, list | tuple) and isinstance(saved, list | tuple):
         fit = own == other and all(misfit(*pair) is None for pair in zip(live, saved, strict=True))
         return None if fit else f"{problem}, or with other items"
     kinds = {_rough(live), _rough(saved)}
-    if own == other or (not sizes and len(kinds) == 1):
+    if own == other or ("nothing" in kinds and not kinds & {"a tensor", "a number"}):
         return None
-    unset = "nothing" in kinds and not kinds & ({"tensor", "a number"} if sizes else {"tensor"})
-    return None if unset else problem
+    return problem
+
+
+def rough_misfit(live: Any, saved: Any) -> str | None:
+    """The same where the live value only shows what may stand there, as what an object keeps that
+    the lab does not know: tensors of other sizes and longer lists may be what it has seen by now, a
+    number may have become a tensor, and anything may be unset yet.
+    """
+    one, other = _rough(live), _rough(saved)
+    scalars = {"a tensor", "a number", "true or false"}
+    if one == other or "nothing" in (one, other) or {one, other} <= scalars:
+        return None
+    return f"it was saved as {kind_of_value(saved)}, this run keeps {kind_of_value(live)}"
 
 
 def _rough(value: Any) -> str:
     """A value's kind without sizes."""
     if isinstance(value, Tensor):
-        return "tensor"
-    return "list" if isinstance(value, list | tuple) else kind_of_value(value)
+        return "a tensor"
+    return "a list" if isinstance(value, list | tuple) else kind_of_value(value)

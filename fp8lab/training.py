@@ -229,14 +229,14 @@ def summary_of(rows: list[Row]) -> dict[str, Any]:
     validated = [number(row["validation_loss"]) for row in rows if "validation_loss" in row]
     finite = math.isfinite(number(rows[-1]["loss"]))
     final = validated[-1] if finite and validated else math.nan
-    observed = [cast for row in rows for cast in row.get("casts", {}).values()]
+    observed = [cast for row in rows for cast in (row.get("casts") or {}).values()]
     return {
         "steps": rows[-1]["step"],
         "loss": rows[-1]["loss"],
         "validation_loss": final,
         "diverged": not (finite and math.isfinite(final) and final <= min(validated) + 1),
-        "overflow": float(np.mean([cast["overflow"] for cast in observed] or [0.0])),
-        "underflow": float(np.mean([cast["underflow"] for cast in observed] or [0.0])),
+        "overflow": float(np.mean([number(cast["overflow"]) for cast in observed] or [0.0])),
+        "underflow": float(np.mean([number(cast["underflow"]) for cast in observed] or [0.0])),
         "skipped": sum("skipped" in row for row in rows),
     }
 

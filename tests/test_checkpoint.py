@@ -15,7 +15,7 @@ import torch
 
 from fp8lab import checkpoint_manifest
 from fp8lab.checkpoint import CheckpointError, load, read_manifest, save, verify
-from fp8lab.checkpoint_tree import leaves, same_leaf, take
+from fp8lab.checkpoint_tree import bytes_of, leaves, same_leaf, take
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -88,6 +88,13 @@ def test_a_comparison_of_bits_sees_what_equality_does_not() -> None:
     assert not same_leaf(zeros[0], zeros[0].to(torch.int32))
     assert same_leaf(math.nan, math.nan)
     assert same_leaf(torch.tensor(math.nan), torch.tensor(math.nan))
+
+
+def test_bytes_of_any_strides() -> None:
+    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    for view in (whole[:, 1], whole[:1, 3], whole[0, ::2][:1], whole.t(), whole[2, 3], whole[:0]):
+        expected = view.reshape(-1).clone().numpy().tobytes()
+        assert bytes_of(view).numpy().tobytes() == expected
 
 
 def test_a_checkpoint_may_be_moved(saved: Path, tmp_path: Path) -> None:

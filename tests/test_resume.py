@@ -93,6 +93,11 @@ def test_every_preset_resumes_exactly(preset: str, tmp_path: Path) -> None:
     assert_resumes_exactly(replace(CONFIG, recipe=recipe_named(preset)), tmp_path)
 
 
+def test_a_history_of_one_resumes_exactly(tmp_path: Path) -> None:
+    """Its buffer is one element of a strided column, which torch cannot view as bytes."""
+    assert_resumes_exactly(replace(CONFIG, recipe=recipe_named("delayed:history=1")), tmp_path)
+
+
 @pytest.mark.parametrize("moment", MOMENT_FORMATS)
 def test_every_format_of_moments_resumes_exactly(moment: str, tmp_path: Path) -> None:
     model = MlpConfig(context=8, width=8, layers=1, window=4)
