@@ -120,6 +120,18 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     save(tmp_path / "step-000002", state_of(2), step=2)
 
 
+def test_a_rename_that_fails_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match=r"\(putting it in its place\): Invalid cross-device"):
+        CheckpointStore(tmp_path).save(state_of(1), step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     """The system itself refuses the write: a limit on the size of files, in another process."""
     save(tmp_path / "step-000001", state_of(1), step=1)

@@ -69,6 +69,7 @@ def test_commands_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch) -> 
     said = "python -m fp8lab.experiments.resume_incident --condition 'history 16'"
     assert command_of("resume_incident") == said
     assert command_of("sweep", ["--jobs", "2"]) == "python -m fp8lab.experiments.sweep --jobs 2"
+    assert command_of("sweep", []) == "python -m fp8lab.experiments.sweep"
     made = made_by("resume_incident")
     assert made["command"] == said
     assert date.fromisoformat(made["date"]) >= date(2026, 11, 30)

@@ -24,12 +24,15 @@ from fp8lab.checkpoint import CheckpointError, load, read_manifest, verify
 from fp8lab.checkpoint_manifest import MIGRATIONS, canonical, sum_line
 from fp8lab.checkpoint_store import CheckpointStore, checkpoints_in
 from fp8lab.cli import main
+from fp8lab.data import load_corpus
 from fp8lab.errors import UserError
 from fp8lab.fallback_run import fallback_from_text
 from fp8lab.models import MlpConfig
 from fp8lab.records import read_rows
 from fp8lab.resume import CheckpointPlan
-from tests.test_resume import CONFIG, do, go_on, rows_of
+from fp8lab.resume_config import StepCount
+from fp8lab.training import TrainingRun
+from tests.test_resume import CONFIG, TEXT, do, go_on, rows_of
 
 SMALL = replace(CONFIG, model=MlpConfig(context=8, width=8, layers=1, window=4), steps=6)
 SMALL = replace(SMALL, fallback=fallback_from_text(""), dynamic_loss_scale=True, telemetry=True)
@@ -306,6 +309,9 @@ def test_version_1_had_no_table_of_a_parameter_without_state() -> None:
     others: list[dict[str, Any]] = [{"optimizer": {"betas": 1}}, {"optimizer": [1]}, {"model": {}}]
     for other in others:
         assert MIGRATIONS[1](dict(other)) == other
+    part = {"state": {"z": {"step": 1}}, "param_groups": [{"params": ["a"]}]}
+    moved = MIGRATIONS[1]({"optimizer": part})
+    assert moved["optimizer"]["state"] == {"a": {}, "z": {"step": 1}}  # which is then unknown
 
 
 def test_a_record_of_the_check_that_is_not_whole(run: Path) -> None:
@@ -317,6 +323,28 @@ def test_a_record_of_the_check_that_is_not_whole(run: Path) -> None:
         rewrite(newest(run), "state.json", json.dumps({**state, "check": record}).encode())
         with pytest.raises(CheckpointError, match="recorded for the resume check is not whole"):
             go_on(run)
+
+
+def test_a_step_of_another_checkpoint(run: Path) -> None:
+    state = json.loads((newest(run) / "state.json").read_bytes())
+    state["progress"]["step"] -= 1
+    rewrite(newest(run), "state.json", json.dumps(state).encode())
+    with pytest.raises(CheckpointError, match="the manifest says step 4, the state does not"):
+        go_on(run)
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "1", -1, None])
+def test_a_count_of_steps_that_is_none(stopped: Path, step: Any) -> None:
+    with pytest.raises(UserError, match="the saved progress's step is"):
+        StepCount(TrainingRun(SMALL, load_corpus(TEXT))).load_state_dict({"step": step})
+
+
+@pytest.mark.parametrize("metric", [math.nan, math.inf, True, "1"])
+def test_a_metric_that_is_none(run: Path, metric: Any) -> None:
+    manifest = json.loads((newest(run) / "manifest.json").read_bytes()) | {"metric": metric}
+    rewrite(newest(run), "manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(CheckpointError, match=r"metric is .*; accepted: a finite number, or null"):
+        read_manifest(newest(run))
 
 
 def test_a_step_that_was_skipped_has_its_checkpoint(tmp_path: Path) -> None:
@@ -344,6 +372,13 @@ def test_what_was_not_checked_is_not_said_to_be(
     assert said not in capsys.readouterr().out
     checked = [row["checked"] for row in read_rows(tmp_path / "run" / "resumed.jsonl")]
     assert checked == [False, True]
+
+
+def test_who_wants_no_check_is_not_told_of_the_saver(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--resume", str(run), "--unchecked"]) == 0
+    assert "the resume check was not made" not in capsys.readouterr().out
 
 
 def test_links_and_files_in_the_way_of_pruning(run: Path, tmp_path: Path) -> None:

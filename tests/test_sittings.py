@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -294,3 +295,23 @@ def _awaited(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < end, "nothing happened in a minute"
         time.sleep(0.05)
     return found
+
+
+def test_each_task_may_have_a_process_of_its_own() -> None:
+    places = [place for _, place in in_turn([1, 2, 3], _process, apart=True)]
+    assert len({*places, os.getpid()}) == 4
+
+
+def test_a_single_job_is_not_told_to_be_fewer() -> None:
+    with pytest.raises(UserError, match=r"give the same command again$"):
+        list(in_turn([1], _kill, apart=True))
+    with pytest.raises(UserError, match=r"with a smaller --jobs$"):
+        list(in_turn([1, 2], _kill, jobs=2))
+
+
+def _process(_: int) -> int:
+    return os.getpid()
+
+
+def _kill(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

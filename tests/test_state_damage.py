@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from fp8lab.checkpoint import CheckpointError
 from fp8lab.checkpoint_tree import leaves, same_leaf
+from fp8lab.errors import UserError
+from fp8lab.loss_scaler import LossScaler
 from fp8lab.optimizer import AdamW
 from fp8lab.state import TrainingState
 from fp8lab.state_random import random_problems
@@ -96,6 +98,79 @@ def restored(run: TrainingState, state: dict[str, Any], *, strict: bool) -> tupl
 def same(one: Any, other: Any) -> bool:
     ours, theirs = dict(leaves(one)), dict(leaves(other))
     return ours.keys() == theirs.keys() and all(same_leaf(ours[k], theirs[k]) for k in ours)
+
+
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+KNOWN = ("model", "modes", "optimizer", "random")  # what the lab knows all of
+TABLES = [path for path in PATHS if path[0] in KNOWN and isinstance(at(SAVED, path), dict)]
+TABLES = [path for path in TABLES if path[-1] != "1.bias" and "_extra_state" not in str(path)]
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: "/".join(map(str, path)))
+def test_an_entry_too_many(path: tuple[Any, ...]) -> None:
+    """But of a group, which torch's schedules put into: that is taken over."""
+    state = changed(SAVED, (*path, "odd"), [])
+    run = training_state(4, steps=1, **SETTINGS)
+    before = copied(run)
+    if path[:2] == ("optimizer", "param_groups"):
+        assert run.restore(state) == []
+        assert at(copied(run), path)["odd"] == []
+        return
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        run.restore(state)
+    assert_same_state(copied(run), before)
+    if path[0] != "random" or len(path) == 1:  # a generator takes its state or not
+        assert [own.problem for own in run.restore(state, strict=False)] == ["unknown"]
+        assert "odd" not in at(copied(run), path)
+
+
+def test_modes_that_are_empty() -> None:
+    run = training_state(4, steps=1, **SETTINGS)
+    left = run.restore({**SAVED, "modes": {}}, strict=False)
+    assert [own.path for own in left] == ["modes/eval", "modes/frozen"]
+
+
+def test_what_only_begins_alike_is_read_back() -> None:
+    class Forgetful(Kept):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Take nothing over."""
+
+    run = TrainingState(nn.Linear(2, 2), others={"own": Forgetful({"a": 1, "ab": 1})})
+    saved = {**copied(run), "own": {"ab": 2}}
+    with pytest.raises(CheckpointError, match=r"own/ab .* was not taken over"):
+        run.restore(saved, strict=False)
+
+
+def test_an_entry_that_is_missing_stays_as_it_is() -> None:
+    run = training_state(4, steps=1, **SETTINGS)
+    run.restore(without(SAVED, "optimizer/state/0.weight/step"), strict=False)
+    assert copied(run)["optimizer"]["state"]["0.weight"]["step"] == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_scaler_of_another_shape_changes_nothing(strict: bool) -> None:
+    run = TrainingState(nn.Linear(2, 2), scaler=LossScaler())
+    before = copied(run)
+    state = changed(before, ("scaler", "good_steps"), torch.zeros(3, dtype=torch.int32))
+    state["model"]["weight"] += 1
+    with pytest.raises(CheckpointError, match="does not fit this run: scaler/good_steps"):
+        run.restore(state, strict=strict)
+    assert_same_state(copied(run), before)
+
+
+def test_an_objects_own_words() -> None:
+    class Failing(Counter):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise UserError("cursor: no such batch")
+
+    run = TrainingState(nn.Linear(2, 2), others={"cursor": Failing(1)})
+    with pytest.raises(UserError, match=r"^cursor: no such batch$"):
+        run.restore(copied(run))
 
 
 @pytest.mark.parametrize(
