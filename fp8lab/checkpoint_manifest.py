@@ -16,18 +16,15 @@ from fp8lab.errors import UserError
 
 FORMAT = "fp8lab checkpoint"
 VERSION = 2
-_TOO_LARGE, _DIMENSIONS = 2**63, 64  # beyond what torch counts with
+_TOO_LARGE, _DIMENSIONS = 2**63, 200  # beyond what torch counts with, and anybody uses
 MANIFEST, SUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
 
 def _from_version_1(state: dict[str, Tree]) -> dict[str, Tree]:
     """Version 1 had no table of a parameter of which the optimizer kept nothing.
 
-    And its resume check recorded no buffers. Parts of another kind that have these names stay as
-    they are.
+    A part of another kind that has this name stays as it is.
     """
-    if isinstance(check := state.get("check"), dict):
-        state = {**state, "check": {"buffers": None, **check}}
     match state.get("optimizer"):
         case {"state": dict(kept), "param_groups": list(groups), **rest}:
             lists = [group.get("params") for group in groups if isinstance(group, dict)]

@@ -123,7 +123,8 @@ def resume_run(folder: Path, plan: CheckpointPlan, *, text: Path | None = None) 
         checked = plan.check and not unchecked
         if checked:
             now = {**trial(run, state, saved), "environment": comparable(here)}
-            compare_trials(record, now, source=str(checkpoint.folder))
+            place, recorded = str(checkpoint.folder), checkpoint.manifest.version > 1
+            compare_trials(record, now, source=place, buffers=recorded)
         recorder, past = RunRecorder.reopen(folder, step)
         resources.enter_context(recorder)
         with (folder / "resumed.jsonl").open("a", encoding="utf-8") as file:

@@ -62,26 +62,28 @@ def _digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     }
 
 
-def compare_trials(saved: Mapping[str, Any], now: Mapping[str, Any], *, source: str) -> None:
+def compare_trials(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, source: str, buffers: bool = True
+) -> None:
     """Refuse to go on where a trial does not give the saver's bits.
 
     Args:
-        saved, now: What `trial` gave; with `environment`, plain values. `buffers` is None of a
-            saver of format version 1.
+        saved, now: What `trial` gave; with `environment`, plain values.
         source: What the message begins with: the checkpoint.
+        buffers: Whether the saver recorded them; those of format version 1 did not.
 
     Raises:
         CheckpointError: With the first difference in the order in which a step computes.
     """
     try:
-        theirs, before = dict(_in_order(saved)), dict(saved["environment"])
-        seen = now if saved["buffers"] is not None else {**now, "buffers": None}
+        theirs = dict(_in_order(saved, buffers=buffers))
+        before = dict(saved["environment"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{source} is damaged: what it recorded for the resume check is not whole"
             f" ({type(error).__name__}: {error})"
         ) from None
-    for what, value in _in_order(seen):
+    for what, value in _in_order(now, buffers=buffers):
         if what not in theirs or not same_leaf(theirs[what], value):
             raise CheckpointError(
                 f"{source}: the resume check failed: a step on the fixed batch gives {what}"
@@ -90,7 +92,7 @@ def compare_trials(saved: Mapping[str, Any], now: Mapping[str, Any], *, source: 
             )
 
 
-def _in_order(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _in_order(record: Mapping[str, Any], *, buffers: bool) -> Iterator[tuple[str, Any]]:
     backward = {name for name in record["amax"] if name.endswith("grad_output")}
     for name, amax in record["amax"].items():
         if name not in backward:
@@ -101,7 +103,7 @@ def _in_order(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "the gradient norm", record["grad_norm"]
     for name, bits in record["parameters"].items():
         yield f"the updated parameter {name}", bits
-    for name, bits in (record["buffers"] or {}).items():
+    for name, bits in record["buffers"].items() if buffers else ():
         yield f"the updated {name}", bits
 
 

@@ -18,6 +18,9 @@ from fp8lab.ops_adamw import fresh_state
 from fp8lab.optimizer import AdamW, check_numbers
 from fp8lab.state_values import kind_of_value, misfit, rough_misfit
 
+_NUMBERS = ("lr", "betas", "eps", "weight_decay")  # of a group of the lab's AdamW
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
+
 
 def capture_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """`optimizer.state_dict()` with names where it has numbers.
@@ -43,7 +46,8 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     """Load what `capture_optimizer` gave.
 
     Of the problems that `optimizer_problems` finds, what is missing stays as it is, or is as in a
-    fresh state where there is none; what is unknown is left out; there are no others.
+    fresh state where there is none; what is unknown is left out; there are no others. What torch's
+    schedules put into groups is taken over: one that is made later needs it.
     """
     names, params = _names(model, optimizer), _params(optimizer)
     current = optimizer.state_dict()
@@ -57,7 +61,8 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
             wanted = {**_wanted(optimizer, params[place]), **kept} or own
             numbered["state"][place] = {key: own.get(key, value) for key, value in wanted.items()}
     for live, group in zip(current["param_groups"], groups, strict=True):
-        numbered["param_groups"].append({**live, **group, "params": live["params"]})
+        kept = {key: value for key, value in group.items() if key in live or key in _OF_SCHEDULES}
+        numbered["param_groups"].append({**live, **kept, "params": live["params"]})
     optimizer.load_state_dict(numbered)
     for place, own in numbered["state"].items():
         param = params[place]
@@ -88,7 +93,7 @@ def optimizer_problems(
 def _group_problems(
     model: nn.Module, optimizer: Optimizer, current: list[dict[str, Any]], saved: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """What a group has that none here has is taken over: a schedule that is made later needs it."""
+    """Of the groups: whose they are, what is missing or unknown, and values that cannot be."""
     groups = saved["param_groups"]
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
         return [("param_groups", "it was saved as no list of groups")]
@@ -99,18 +104,20 @@ def _group_problems(
         return [("param_groups", f"it was saved as {_counts(there)}, this run has {_counts(own)}")]
     problems = []
     for place, (live, group) in enumerate(zip(current, groups, strict=True)):
-        for key in live:
+        path, exact = f"param_groups/{place}", isinstance(optimizer, AdamW)
+        for key in (own for own in live if own != "params"):
+            fits = misfit if exact and key in _NUMBERS else rough_misfit
             if key not in group:
-                problems.append((f"param_groups/{place}/{spelled(key)}", "missing"))
-            elif not isinstance(optimizer, AdamW) or key == "params":
-                continue
-            elif (problem := misfit(live[key], group[key])) is not None:
-                problems.append((f"param_groups/{place}/{spelled(key)}", problem))
-        if isinstance(optimizer, AdamW) and not problems:
+                problems.append((f"{path}/{spelled(key)}", "missing"))
+            elif (problem := fits(live[key], group[key])) is not None:
+                problems.append((f"{path}/{spelled(key)}", problem))
+        more = [key for key in group if key not in live and key not in _OF_SCHEDULES]
+        problems += [(f"{path}/{spelled(key)}", "unknown") for key in more]
+        if exact and not problems:
             try:
                 check_numbers({**live, **group})
             except ValueError as error:
-                problems.append((f"param_groups/{place}", str(error)))
+                problems.append((path, str(error)))
     return problems
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8lab.checkpoint_tree import leaves, same_leaf
+from fp8lab.checkpoint_tree import leaves, same_leaf, spelled
 from fp8lab.state_values import kind_of_value
 
 AnyGenerator = np.random.Generator | torch.Generator | random.Random
@@ -65,8 +65,8 @@ def random_problems(
         state: What it gave.
         generators: The named ones.
     """
-    problems = [(name, "missing") for name in live if name not in state]
-    problems += [(name, "unknown") for name in state if name not in live]
+    problems = [(spelled(name), "missing") for name in live if name not in state]
+    problems += [(spelled(name), "unknown") for name in state if name not in live]
     for name in live.keys() & state.keys():
         if name == "torch_cuda":
             problem = _problem_of_gpus(live[name], state[name])
@@ -75,7 +75,7 @@ def random_problems(
             takes = _takes(_another(name, known.get(name)), state[name])
             problem = None if takes else "it is no state of this generator"
         if problem is not None:
-            problems.append((name, problem))
+            problems.append((spelled(name), problem))
     return problems
 
 

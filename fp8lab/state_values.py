@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fp8lab.checkpoint_tree import dtype_name
 
+_KINDS = ((bool, "true or false"), ((int, float), "a number"), (str, "a text"))
+
 
 def kind_of_value(value: Any) -> str:
     """What a value is, for people: "float32 (3,)", "a number", "a list of 2"."""
@@ -18,8 +20,10 @@ def kind_of_value(value: Any) -> str:
         return "a table"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text"}
-    return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
+    for kind, name in _KINDS:
+        if isinstance(value, kind):  # NumPy's float64 is a float, a member of an IntEnum an int
+            return name
+    return "nothing" if value is None else type(value).__name__
 
 
 def misfit(live: Any, saved: Any) -> str | None:

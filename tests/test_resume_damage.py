@@ -319,6 +319,7 @@ def test_a_record_of_the_check_that_is_not_whole(run: Path) -> None:
     records = [{k: v for k, v in state["check"].items() if k != key} for key in state["check"]]
     assert len(records) == 6
     spoilt: list[Any] = [*records, None, True, [], {**state["check"], "amax": 1}]
+    spoilt.append({**state["check"], "buffers": None})
     for record in spoilt:
         rewrite(newest(run), "state.json", json.dumps({**state, "check": record}).encode())
         with pytest.raises(CheckpointError, match="recorded for the resume check is not whole"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,14 +114,10 @@ TABLES = [path for path in TABLES if path[-1] != "1.bias" and "_extra_state" not
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: "/".join(map(str, path)))
 def test_an_entry_too_many(path: tuple[Any, ...]) -> None:
-    """But of a group, which torch's schedules put into: that is taken over."""
+    """Refused, and nothing changed; or listed and left out."""
     state = changed(SAVED, (*path, "odd"), [])
     run = training_state(4, steps=1, **SETTINGS)
     before = copied(run)
-    if path[:2] == ("optimizer", "param_groups"):
-        assert run.restore(state) == []
-        assert at(copied(run), path)["odd"] == []
-        return
     with pytest.raises(CheckpointError, match="does not fit this run"):
         run.restore(state)
     assert_same_state(copied(run), before)
@@ -369,6 +366,55 @@ def test_a_group_may_bring_what_a_schedule_will_need() -> None:
     torch.optim.lr_scheduler.StepLR(run.optimizer, 5, last_epoch=3)
     with pytest.raises(CheckpointError, match=r"param_groups/0/initial_lr .*: missing"):
         run.restore(copied(stepped(OPTIMIZERS[0], 1)))
+
+
+@pytest.mark.parametrize("other", [torch.optim.NAdam, torch.optim.Adamax, torch.optim.SGD])
+def test_another_optimizers_groups_are_refused(other: Callable[..., Any]) -> None:
+    saved = copied(stepped(OPTIMIZERS[0], 0))
+    with pytest.raises(CheckpointError, match=r"param_groups/0/\w+ .*: (missing|unknown)"):
+        stepped(lambda params: other(params, lr=0.1), 0).restore(saved)
+    with pytest.raises(CheckpointError, match=r"param_groups/0/\w+ .*: (missing|unknown)"):
+        stepped(lambda params: AdamW(params, lr=0.1), 0).restore(saved)
+
+
+@pytest.mark.parametrize("value", ["x", [0.1], {}])
+def test_odd_values_in_another_optimizers_groups(value: Any) -> None:
+    saved = changed(
+        copied(stepped(OPTIMIZERS[1], 1)), ("optimizer", "param_groups", 0, "lr"), value
+    )
+    with pytest.raises(CheckpointError, match="this run keeps a number"):
+        stepped(OPTIMIZERS[1], 0).restore(saved)
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+def test_numbers_of_other_types_are_numbers() -> None:
+    """NumPy's, which a schedule's function may have made, and members of an enumeration."""
+    pairs: list[tuple[Any, Any]] = [
+        (np.float64(0.5), 0.25),
+        (0.25, np.float64(0.5)),
+        (Level.HIGH, 2),
+        ((np.float64(0.9), 0.99), (0.9, 0.99)),
+        (np.str_("a"), "b"),
+    ]
+    for live, saved in pairs:
+        assert misfit(live, saved) is None
+        assert rough_misfit(live, saved) is None
+
+    def run() -> TrainingState:
+        state = stepped(lambda params: AdamW(params, lr=0.1), 1)
+        assert state.optimizer is not None
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            state.optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 10))
+        )
+        state.optimizer.step()
+        schedule.step()
+        return state
+
+    saved = copied(run())
+    assert run().restore(saved) == []
 
 
 def test_an_optimizer_that_keeps_more() -> None:
