@@ -15,7 +15,6 @@ import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -35,7 +34,7 @@ from fp8lab.experiments.commands import (
 )
 from fp8lab.experiments.kernel_variants import in_processes
 from fp8lab.experiments.new_rows import NewRows
-from fp8lab.records import Row, environment
+from fp8lab.records import Row, environment, today
 
 ROWS = "rows.jsonl"
 ELEMENTS = 1 << 28
@@ -225,7 +224,7 @@ def save(folder: Path, rows: list[Row], *, bench: str, command: str) -> Path:
     """
     common = {
         "bench": bench,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "command": command,
         **environment("cuda"),
     }

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -45,7 +44,7 @@ from fp8lab.experiments.commands import (
 from fp8lab.experiments.new_rows import NewRows
 from fp8lab.formats import E4M3, E5M2, Float8Format
 from fp8lab.peers import GFLOAT, ML_DTYPES
-from fp8lab.records import Row, environment
+from fp8lab.records import Row, environment, today
 
 Array = npt.NDArray[Any]
 Work = Callable[[], object]
@@ -271,7 +270,7 @@ def run(
 
     described = {
         "command": command,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "repeats": repeats,
         "environment": environment("cpu"),
         "peers": {package: _version(package) for package in ("gfloat", "torch", "ml_dtypes")},

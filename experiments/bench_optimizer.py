@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from fp8lab.kernels.adamw_plan import AdamPlan
 from fp8lab.kernels.adamw_settings import AdamSettings
 from fp8lab.kernels.gradients import GradientPlan
 from fp8lab.optimizer_formats import order_named
-from fp8lab.records import Row, environment, read_rows
+from fp8lab.records import Row, environment, read_rows, today
 
 ROUNDS = 15
 WARM_UP_SECONDS = 3.0
@@ -110,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
         head = {
             "environment": environment("cuda"),
             "rounds": ROUNDS,
-            "date": datetime.now(UTC).date().isoformat(),
+            "date": today(),
             "command": command + (" --tune" if options.tune else ""),
         }
         with NewRows(rows_file, kept[0] if kept else head) as new:

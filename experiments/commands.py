@@ -8,13 +8,12 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fp8lab import cli_parser
 from fp8lab.errors import UserError
-from fp8lab.records import Row
+from fp8lab.records import Row, today
 
 FIGURES = (".png", ".pdf", ".svg")
 ROWS = ".jsonl"
@@ -62,8 +61,7 @@ def command_of(experiment: str, arguments: Sequence[str] | None = None) -> str:
 
 def made_by(experiment: str, arguments: Sequence[str] | None = None) -> Row:
     """When (the day, UTC) and with which command rows are made: `date` and `command`."""
-    date = datetime.now(UTC).date().isoformat()
-    return {"date": date, "command": command_of(experiment, arguments)}
+    return {"date": today(), "command": command_of(experiment, arguments)}
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -7,7 +7,6 @@ fewer. For what several sittings fill see `fp8lab.experiments.sittings`.
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -16,7 +15,7 @@ from types import TracebackType
 from fp8lab.errors import UserError
 from fp8lab.experiments.commands import check_writable
 from fp8lab.experiments.sittings import write_synced
-from fp8lab.records import Row, environment, to_json
+from fp8lab.records import Row, environment, to_json, today
 
 
 class NewRows:
@@ -102,7 +101,7 @@ def card_head(command: str, rounds: int) -> Row:
     return {
         "environment": environment("cuda"),
         "rounds": rounds,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "command": command,
     }
 

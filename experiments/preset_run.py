@@ -7,7 +7,6 @@ import hashlib
 import time
 import traceback
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from fp8lab.data import Corpus, load_corpus
 from fp8lab.experiments.incident_runs import OF_E, move_one_ulp
 from fp8lab.experiments.large_model import LARGE_TRAINING
 from fp8lab.recipes import recipe_named
-from fp8lab.records import Row, environment
+from fp8lab.records import Row, environment, today
 from fp8lab.training import TrainingRun, ends, summary_of
 from fp8lab.training_config import TrainingConfig
 
@@ -109,8 +108,7 @@ def attempt(config: TrainingConfig, text: Path | None) -> Row | str:
     except Exception:
         return traceback.format_exc()
     else:
-        date = datetime.now(UTC).date().isoformat()
-        return {**row, "environment": environment(config.device), "date": date}
+        return {**row, "environment": environment(config.device), "date": today()}
     finally:
         if config.device == "cuda":
             # The next run of this process has the memory, and torch.compile's limit, for itself.

@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8lab.errors import UserError
 from fp8lab.records import Row
+from fp8lab.saved_values import is_count as is_count
 
 Kinds = Mapping[str, Callable[[Any], bool]]
 
@@ -26,11 +27,6 @@ def is_list(value: Any) -> bool:
 
 def is_truth(value: Any) -> bool:
     return isinstance(value, bool)
-
-
-def is_count(value: Any) -> bool:
-    """A whole number of 64 bits, from 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def is_number(value: Any) -> bool:

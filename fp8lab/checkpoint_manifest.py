@@ -13,10 +13,11 @@ from fp8lab import __version__
 from fp8lab.checkpoint_files import Entry, digest
 from fp8lab.checkpoint_tree import Tree
 from fp8lab.errors import UserError
+from fp8lab.saved_values import is_count
 
 FORMAT = "fp8lab checkpoint"
 VERSION = 2
-_TOO_LARGE, _DIMENSIONS = 2**63, 200  # beyond what torch counts with, and anybody uses
+_DIMENSIONS = 200  # of a tensor, more than anybody uses
 MANIFEST, SUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
 
@@ -125,22 +126,18 @@ def _check_fields(folder: Path, table: Mapping[str, Any]) -> None:
             )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
-
-
 def _is_metric(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
-    return value is None or (whole and abs(value) < _TOO_LARGE)
+    return value is None or (whole and is_count(abs(value)))
 
 
 def _is_file(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and value.keys() == {"bytes", "sha256"}
-        and _is_count(value["bytes"])
+        and is_count(value["bytes"])
         and isinstance(value["sha256"], str)
     )
 
@@ -152,7 +149,7 @@ def _is_entry(value: Any) -> bool:
         and isinstance(value["dtype"], str)
         and isinstance(value["shape"], list)
         and len(value["shape"]) <= _DIMENSIONS
-        and all(map(_is_count, value["shape"]))
+        and all(map(is_count, value["shape"]))
     )
 
 
@@ -162,7 +159,7 @@ def _are(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "step": (_is_count, "a whole number, 0 and up"),
+    "step": (is_count, "a whole number, 0 and up"),
     "fingerprint": (lambda value: isinstance(value, dict), "a table"),
     "metric": (_is_metric, "a finite number, or null"),
     "files": (_are(_is_file), "of each file bytes and sha256"),

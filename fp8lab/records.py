@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -184,13 +185,19 @@ def _row_lines(path: Path) -> list[str]:
         raise UserError(f"cannot read rows from {path}: {error.strerror}") from None
 
 
-def _row_of(line: str) -> Row | None:
-    """A step's row, or None where the line is none."""
+def object_of(line: str | bytes) -> Row | None:
+    """The JSON object that a line holds; None where it holds none."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # UnicodeDecodeError is one
         return None
-    if not isinstance(row, dict) or not {"step", "loss"} <= set(row) or not is_row(row):
+    return row if isinstance(row, dict) else None
+
+
+def _row_of(line: str) -> Row | None:
+    """A step's row, or None where the line is none."""
+    row = object_of(line)
+    if row is None or not {"step", "loss"} <= set(row) or not is_row(row):
         return None
     return row if math.isfinite(number(row.get("time", {}).get("seconds", 0.0))) else None
 
@@ -207,6 +214,11 @@ def environment(device: str) -> dict[str, Any]:
         "device": device_name(device),
         "git": _git_revision(),
     }
+
+
+def today() -> str:
+    """The day of UTC: 2026-11-30."""
+    return datetime.now(UTC).date().isoformat()
 
 
 def device_name(device: str) -> str:

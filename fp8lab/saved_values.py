@@ -9,6 +9,11 @@ from typing import Any
 from fp8lab.errors import UserError
 
 
+def is_count(value: Any) -> bool:
+    """A whole number of 64 bits, from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
 def value_of(saved: object, key: str, who: str) -> Any:
     """One value of a saved table.
 

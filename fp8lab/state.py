@@ -18,7 +18,7 @@ it lists what was left as it was. Afterwards it reads everything back and compar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from fp8lab.errors import UserError
 from fp8lab.state_names import kind_of
 from fp8lab.state_optimizer import capture_optimizer, optimizer_problems, restore_optimizer
 from fp8lab.state_random import AnyGenerator, capture_random, random_problems, restore_random
-from fp8lab.state_values import kind_of_value, rough_misfit
+from fp8lab.state_values import kind_of_value, name_problems, rough_misfit
 
 _OWN_PARTS = ("model", "modes", "optimizer", "scaler", "scheduler", "random")
 
@@ -139,11 +139,9 @@ class TrainingState:
 
     def differences(self, state: Mapping[str, Tree]) -> list[Difference]:
         """In what a saved state does not fit these objects; nothing is changed."""
-        live = self.capture()
-        found = [Difference(part, "missing") for part in live if part not in state]
-        found += [Difference(part, "unknown") for part in state if part not in live]
+        live, owners = self.capture(), self._stateful()
+        found = [Difference(part, problem) for part, problem in name_problems(live, state)]
         for part in (own for own in live if own in state):
-            problems: Iterable[tuple[str, str]]
             if not isinstance(state[part], Mapping):
                 problems = [("", f"it was saved as {kind_of_value(state[part])}, not as a table")]
             elif part == "modes":
@@ -153,7 +151,7 @@ class TrainingState:
                 problems = optimizer_problems(self.model, self.optimizer, state[part])
             elif part == "random":
                 problems = random_problems(live[part], state[part], self.generators)
-            elif part == "model" or isinstance(self._stateful()[part], nn.Module):
+            elif part == "model" or isinstance(owners[part], nn.Module):
                 problems = _tensor_problems(live[part], state[part])
             else:
                 problems = _kept_problems(live[part], state[part])
@@ -175,8 +173,7 @@ class TrainingState:
             "eval": [name for name, _ in self.model.named_modules()],
             "frozen": [name for name, _ in self.model.named_parameters()],
         }
-        problems = [(kind, "missing") for kind in names if kind not in saved]
-        problems += [(spelled(kind), "unknown") for kind in saved if kind not in names]
+        problems = name_problems(names, saved)
         for kind, known in names.items():
             listed = saved.get(kind, [])
             if not isinstance(listed, list) or not all(isinstance(own, str) for own in listed):
@@ -223,8 +220,7 @@ class TrainingState:
 
 
 def _tensor_problems(live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, str]]:
-    problems = [(spelled(name), "missing") for name in live if name not in saved]
-    problems += [(spelled(name), "unknown") for name in saved if name not in live]
+    problems = name_problems(live, saved)
     for name in live.keys() & saved.keys():
         own, other = _shape_of(live[name]), _shape_of(saved[name])
         if own != other:

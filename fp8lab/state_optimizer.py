@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fp8lab.checkpoint_tree import spelled
 from fp8lab.ops_adamw import fresh_state
 from fp8lab.optimizer import AdamW, check_numbers
-from fp8lab.state_values import kind_of_value, misfit, rough_misfit
+from fp8lab.state_values import kind_of_value, misfit, name_problems, rough_misfit
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")  # of a group of the lab's AdamW
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
@@ -81,8 +81,7 @@ def optimizer_problems(
     it has taken a step.
     """
     current = optimizer.state_dict()
-    problems = [(spelled(name), "missing") for name in current if name not in saved]
-    problems += [(spelled(name), "unknown") for name in saved if name not in current]
+    problems = name_problems(current, saved)
     if "param_groups" in saved:
         problems += _group_problems(model, optimizer, current["param_groups"], saved)
     if "state" in saved:
@@ -143,8 +142,7 @@ def _entry_problems(
     path: str, wanted: Mapping[str, Any], there: Mapping[str, Any], *, exact: bool
 ) -> list[tuple[str, str]]:
     """Of a parameter's table; another optimizer's lists may grow, and numbers be unset."""
-    problems = [(f"{path}/{spelled(key)}", "missing") for key in wanted if key not in there]
-    problems += [(f"{path}/{spelled(key)}", "unknown") for key in there if key not in wanted]
+    problems = [(f"{path}/{key}", problem) for key, problem in name_problems(wanted, there)]
     for key in wanted.keys() & there.keys():
         tensors = isinstance(wanted[key], Tensor), isinstance(there[key], Tensor)
         fits = misfit if exact or any(tensors) else rough_misfit

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fp8lab.checkpoint_tree import leaves, same_leaf, spelled
-from fp8lab.state_values import kind_of_value
+from fp8lab.state_values import kind_of_value, name_problems
 
 AnyGenerator = np.random.Generator | torch.Generator | random.Random
 
@@ -65,13 +65,12 @@ def random_problems(
         state: What it gave.
         generators: The named ones.
     """
-    problems = [(spelled(name), "missing") for name in live if name not in state]
-    problems += [(spelled(name), "unknown") for name in state if name not in live]
+    problems = name_problems(live, state)
+    known = {f"generator:{name}": generator for name, generator in generators.items()}
     for name in live.keys() & state.keys():
         if name == "torch_cuda":
             problem = _problem_of_gpus(live[name], state[name])
         else:
-            known = {f"generator:{own}": generator for own, generator in generators.items()}
             takes = _takes(_another(name, known.get(name)), state[name])
             problem = None if takes else "it is no state of this generator"
         if problem is not None:

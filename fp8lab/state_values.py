@@ -7,9 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8lab.checkpoint_tree import dtype_name
+from fp8lab.checkpoint_tree import dtype_name, spelled
 
 _KINDS = ((bool, "true or false"), ((int, float), "a number"), (str, "a text"))
+
+
+def name_problems(live: Mapping[Any, Any], saved: Mapping[Any, Any]) -> list[tuple[str, str]]:
+    """(name, problem) for each name that only one of two tables has; as paths spell it."""
+    missing = [(spelled(name), "missing") for name in live if name not in saved]
+    return missing + [(spelled(name), "unknown") for name in saved if name not in live]
 
 
 def kind_of_value(value: Any) -> str:

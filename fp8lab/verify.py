@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -24,7 +23,7 @@ from fp8lab.emulation.rounding import round_bits
 from fp8lab.errors import UserError
 from fp8lab.formats import E4M3, E5M2, FloatFormat, overflow_policy
 from fp8lab.peers import ML_DTYPES, TORCH_CPU, Peer
-from fp8lab.records import environment
+from fp8lab.records import environment, today
 
 Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint32]
@@ -160,7 +159,7 @@ def verify(sample: int | None, jobs: int, *, command: str) -> dict[str, Any]:
             bar.update(count)
     return {
         "command": command,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "environment": environment("cpu"),
         "patterns": total,
         "seconds": round(time.perf_counter() - started, 1),

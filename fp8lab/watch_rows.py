@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from fp8lab.errors import UserError
-from fp8lab.records import Row, number
+from fp8lab.records import Row, number, object_of
 from fp8lab.watch_checks import is_row
 
 _SILENT_AFTER = 120.0  # seconds without a row after which a run is not called running
@@ -57,7 +57,7 @@ class RowFile:
         whole = added.rfind(b"\n") + 1  # the rest is half a line
         self._offset += whole
         for line in added[:whole].splitlines():
-            row = _object(line)
+            row = object_of(line)
             if row is None:
                 self.damaged += 1
             elif "step" in row:  # the first line of a sweep's rows says what the sweep is
@@ -66,14 +66,6 @@ class RowFile:
                 else:
                     self.damaged += 1
         return status.st_mtime
-
-
-def _object(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is one
-        return None
-    return row if isinstance(row, dict) else None
 
 
 @dataclass

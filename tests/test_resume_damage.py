@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from fp8lab.checkpoint import CheckpointError, load, read_manifest, verify
 from fp8lab.checkpoint_manifest import MIGRATIONS, canonical, sum_line
@@ -68,6 +70,15 @@ def rewrite(folder: Path, file: str, data: bytes) -> None:
         data = canonical(manifest)
         (folder / "manifest.json").write_bytes(data)
     (folder / "manifest.sha256").write_bytes(sum_line(data))
+
+
+@contextmanager
+def tensors_of(run: Path, part: str) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a part of the newest checkpoint, to be changed: its sums fit afterwards."""
+    file = f"{part}.safetensors"
+    tensors = safetensors.torch.load((newest(run) / file).read_bytes())
+    yield tensors
+    rewrite(newest(run), file, safetensors.torch.save(tensors))
 
 
 def changes_of(tree: Any, depth: int) -> Iterator[tuple[str, Callable[[Any], None]]]:
@@ -258,10 +269,8 @@ def test_two_tensors_that_changed_places_are_found(
     run: Path, part: str, one: str, other: str, said: str
 ) -> None:
     """The histories, too, of which the check's step uses nothing: it looks at them afterwards."""
-    file = f"{part}.safetensors"
-    tensors = safetensors.torch.load((newest(run) / file).read_bytes())
-    tensors[one], tensors[other] = tensors[other], tensors[one]
-    rewrite(newest(run), file, safetensors.torch.save(tensors))
+    with tensors_of(run, part) as tensors:
+        tensors[one], tensors[other] = tensors[other], tensors[one]
     verify(newest(run))
     with pytest.raises(CheckpointError, match=said):
         go_on(run)
@@ -269,20 +278,16 @@ def test_two_tensors_that_changed_places_are_found(
 
 def test_a_history_in_another_order_is_found(run: Path) -> None:
     """Its largest value, and so the next scale, is the same."""
-    path = newest(run) / "model.safetensors"
-    tensors = safetensors.torch.load(path.read_bytes())
-    history = tensors[f"{INPUT}.amax_history"]
-    history[1:] = history[1:].flip(0)
-    rewrite(newest(run), path.name, safetensors.torch.save(tensors))
+    with tensors_of(run, "model") as tensors:
+        history = tensors[f"{INPUT}.amax_history"]
+        history[1:] = history[1:].flip(0)
     with pytest.raises(CheckpointError, match=rf"gives the updated {INPUT}\.amax_history"):
         go_on(run)
 
 
 def test_the_loss_scaler_is_looked_at_after_the_checks_step(run: Path) -> None:
-    path = newest(run) / "scaler.safetensors"
-    tensors = safetensors.torch.load(path.read_bytes())
-    tensors["good_steps"] += 1
-    rewrite(newest(run), path.name, safetensors.torch.save(tensors))
+    with tensors_of(run, "scaler") as tensors:
+        tensors["good_steps"] += 1
     with pytest.raises(CheckpointError, match=r"gives the updated scaler\.good_steps"):
         go_on(run)
 

@@ -41,12 +41,19 @@ def paths_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from paths_of(value, (*path, key))
 
 
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def way(path: str) -> tuple[Any, ...]:
+    return tuple(int(key) if key.isdigit() else key for key in path.split("/"))
+
+
 def changed(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     new = copy.deepcopy(state)
-    table: Any = new
-    for key in path[:-1]:
-        table = table[key]
-    table[path[-1]] = value
+    at(new, path[:-1])[path[-1]] = value
     return new
 
 
@@ -99,12 +106,6 @@ def restored(run: TrainingState, state: dict[str, Any], *, strict: bool) -> tupl
 def same(one: Any, other: Any) -> bool:
     ours, theirs = dict(leaves(one)), dict(leaves(other))
     return ours.keys() == theirs.keys() and all(same_leaf(ours[k], theirs[k]) for k in ours)
-
-
-def at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
 
 
 KNOWN = ("model", "modes", "optimizer", "random")  # what the lab knows all of
@@ -184,12 +185,9 @@ def test_an_objects_own_words() -> None:
     ],
 )
 def test_what_was_lost_is_named(path: str, said: str) -> None:
-    cut: Any = copy.deepcopy(SAVED)
-    *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
-    table = cut
-    for key in way:
-        table = table[key]
-    del table[last]
+    cut = copy.deepcopy(SAVED)
+    *outer, last = way(path)
+    del at(cut, tuple(outer))[last]
     run = training_state(4, steps=1, **SETTINGS)
     before = copied(run)
     with pytest.raises(CheckpointError) as error:
@@ -458,11 +456,10 @@ def test_the_rest_is_looked_at_where_a_table_is_missing(lost: str) -> None:
     ],
 )
 def test_numbers_with_which_no_step_can_be_taken(path: str, value: Any, said: str) -> None:
-    way = [int(key) if key.isdigit() else key for key in path.split("/")]
     run = training_state(4, steps=1, **SETTINGS)
     before = copied(run)
     with pytest.raises(CheckpointError) as error:
-        run.restore(changed(SAVED, ("optimizer", *way), value))
+        run.restore(changed(SAVED, ("optimizer", *way(path)), value))
     assert said in str(error.value)
     assert_same_state(copied(run), before)
 
