@@ -70,3 +70,50 @@ def test_a_step_counter_passes_256(tmp_path: Path) -> None:
     assert again.state[weight]["step"] == 300
     again.step()
     assert again.state[weight]["step"] == 301
+
+
+def trained(recipe: str, steps: int) -> Fp8Linear:
+    """A layer after steps whose gradients and inputs grow."""
+    made = Fp8Linear(16, 16, recipe_named(recipe), bias=False, products="decoded")
+    nn.init.constant_(made.weight, 0.25)
+    for step in range(steps):
+        made(torch.full((2, 16), 1.5**step)).sum().backward()
+        advance_scaling(made)
+    return made
+
+
+def resumed_without(model: Fp8Linear, recipe: str, ending: str) -> Fp8Linear:
+    """A new layer with the state of another, but for what ends so."""
+    state = TrainingState(model).capture()
+    state["model"] = {n: value for n, value in state["model"].items() if not n.endswith(ending)}
+    new = trained(recipe, 0)
+    lost = TrainingState(new).restore(state, strict=False)
+    assert len(lost) == 3
+    return new
+
+
+def test_lost_static_scales_are_the_recipe_s() -> None:
+    """Nothing is lost with them that the recipe does not say; and no weight code is kept."""
+    recipe = "static:input.scale=8:weight.scale=64:grad_output.scale=1024"
+    model = trained(recipe, 3)
+    assert not [name for name in model.state_dict() if "code" in name]
+    new = resumed_without(model, recipe, ".scale")
+    for role in ("input", "weight", "grad_output"):
+        assert torch.equal(new.cast_of(role).scale, model.cast_of(role).scale)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(new(x), model(x))
+
+
+def test_a_history_of_which_the_latest_counts_is_whole_after_a_step() -> None:
+    """Where the rule is the largest of all it is not, as in the incident."""
+    same = {}
+    for algorithm in ("most_recent", "max"):
+        recipe = f"delayed:history=4:algorithm={algorithm}"
+        model = trained(recipe, 3)
+        new = resumed_without(model, recipe, ".amax_history")
+        for own in (model, new):
+            own(torch.full((2, 16), 0.5)).sum().backward()
+            advance_scaling(own)
+        scales = [own.cast_of("input").scale for own in (model, new)]
+        same[algorithm] = torch.equal(*scales)
+    assert same == {"most_recent": True, "max": False}
