@@ -161,16 +161,6 @@ def test_a_scaler_of_another_shape_changes_nothing(strict: bool) -> None:
     assert_same_state(copied(run), before)
 
 
-def test_an_objects_own_words() -> None:
-    class Failing(Counter):
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            raise UserError("cursor: no such batch")
-
-    run = TrainingState(nn.Linear(2, 2), others={"cursor": Failing(1)})
-    with pytest.raises(UserError, match=r"^cursor: no such batch$"):
-        run.restore(copied(run))
-
-
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -464,14 +454,28 @@ def test_numbers_with_which_no_step_can_be_taken(path: str, value: Any, said: st
     assert_same_state(copied(run), before)
 
 
-def test_an_object_that_fails_is_told_in_one_line() -> None:
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (UserError("cursor: no such batch"), UserError, r"^cursor: no such batch$"),
+        (
+            IndexError("no such batch"),
+            CheckpointError,
+            r"not taken over \(IndexError: no such batch\); parts of it are put back already",
+        ),
+    ],
+)
+def test_an_object_that_fails_is_told_in_one_line(
+    error: Exception, kind: type[Exception], said: str
+) -> None:
+    """In its own words where they are meant for users."""
+
     class Failing(Counter):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            raise IndexError("no such batch")
+            raise error
 
     run = TrainingState(nn.Linear(2, 2), others={"cursor": Failing(1)})
-    said = r"not taken over \(IndexError: no such batch\); parts of it are put back already"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(kind, match=said):
         run.restore(copied(run))
 
 
